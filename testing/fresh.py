@@ -20,7 +20,7 @@ def forget() -> None:
 
     torch._dynamo.reset()
     inductor_config.ddp_fusion = None
-    renew(reducers)
+    _renew(reducers)
     reducers.on_change()
     for recording in last_recording:
         recording.abandon()
@@ -28,11 +28,11 @@ def forget() -> None:
         if isinstance(piece.value, list | dict) and piece.lives is not Lifetime.GROUP:
             piece.value.clear()
         elif type(piece.value).__module__.startswith("fusion_passes."):
-            renew(piece.value)
+            _renew(piece.value)
     clear_backward_cache()  # Its keys contain names of modules, which are given again.
 
 
-def renew(value: Any) -> None:
+def _renew(value: Any) -> None:
     """Reset the attributes of an object to those of a new one, except callbacks."""
     fresh = vars(type(value)())
     vars(value).update({name: new for name, new in fresh.items() if not callable(new)})

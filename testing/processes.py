@@ -342,9 +342,10 @@ def _forget() -> None:
     """Reset Dynamo, and the package if it is imported."""
     import torch
 
-    torch._dynamo.reset()
     if "fusion_passes" in sys.modules:
         forget()
+    else:
+        torch._dynamo.reset()
 
 
 _ended_groups: list[Any] = []

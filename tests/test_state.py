@@ -307,27 +307,18 @@ def test_what_is_about_a_module_goes_with_it() -> None:
     assert grown >= _of(Lifetime.MODULE), "each of them has had something to forget"
 
 
-def group_comes_and_goes() -> tuple[int, int, int]:
-    """Entries about a group: before it exists, while it exists, and afterwards."""
-
+@pytest.mark.usefixtures("fused_rank")
+def test_what_is_about_a_group_goes_with_it() -> None:
     def entries() -> int:
         gc.collect()
         return sum(size for what, size in sizes().items() if what in _of(Lifetime.GROUP))
 
     before = entries()
     group = dist.new_group()
-    with inductor_config.patch(ddp_fusion="concat"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        ddp = DistributedDataParallel(two_layers(), process_group=group)
-        _step(ddp)
-        meanwhile = entries()
-        dist.barrier()
-        dist.destroy_process_group(group)
-        del ddp, group
-        _forget()
-    return before, meanwhile, entries()
-
-
-def test_what_is_about_a_group_goes_with_it(run_on_ranks: Callable[..., list[Any]]) -> None:
-    for before, meanwhile, after in run_on_ranks(2, group_comes_and_goes):
-        assert meanwhile > before == after
+    ddp = DistributedDataParallel(two_layers(), process_group=group)
+    _step(ddp)
+    assert entries() > before
+    dist.destroy_process_group(group)
+    del ddp, group
+    _forget()
+    assert entries() == before

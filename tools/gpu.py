@@ -133,7 +133,8 @@ class Session:
         return ("gloo", failure) if failure else ("nccl", "")
 
     def _services(self) -> Iterator[str]:
-        """The directory of a Multi-Process Service if one can be started; then none."""
+        """First the directory of a running Multi-Process Service, if one can be started; then an
+        empty string, without one."""
         directory = self._work / "mps"
         if control_mps(directory, "-d"):
             yield str(directory)

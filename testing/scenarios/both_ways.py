@@ -23,7 +23,6 @@ from torch._dynamo.utils import counters
 import fusion_passes
 from fusion_passes import FusionConfig
 from fusion_passes.reporting.backward_counts import backward_counts
-from testing.fresh import renew
 from testing.scenarios.entries import Scenario
 from testing.scenarios.outcomes import Failure, RankReport
 from testing.scenarios.run import DTYPES, Run, Tensors
@@ -53,7 +52,6 @@ def train_both(scenario: Scenario, dtype: str, flag: Any, device: torch.device) 
     fused = Run(is_fused=True, dtype=kind, device=device)
     unwaited = _get_work_registry_size()
     counters.clear()
-    renew(backward_counts)
     with (
         torch._inductor.config.patch(ddp_fusion=flag),
         torch._functorch.config.patch(donated_buffer=not scenario.keeps_graph),
@@ -97,8 +95,8 @@ def _attempt(target: Callable[[Run], None], run: Run) -> Failure | None:
 
 @contextlib.contextmanager
 def noted_warnings() -> Iterator[list[str]]:
-    """The texts of the package's warnings, available after the block; other warnings are printed
-    then."""
+    """A list of the texts of the package's warnings. It is filled at the end of the block, when all
+    warnings are shown."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", fusion_passes.FusionWarning)

@@ -284,7 +284,7 @@ SCENARIOS = (
     on_two("kept-unused", "backwards:kept_unused", CONCAT),
     on_two("kept-in-graph", "backwards:kept_in_a_graph", CONCAT),
     on_two("several-outputs", "backwards:several_outputs", CONCAT),
-    on_two("several-outputs-eager", "backwards:backwards_of_one_round"),
+    on_two("several-outputs-eager", "backwards:backwards_of_one_iteration"),
     on_two("several-outputs-cleared", "backwards:cleared_between", CONCAT),
     on_two("head-then-body", "backwards:head_then_body", CONCAT, finds_unused=False),
     on_two("head-then-body-unused", "backwards:head_then_body", COALESCED, finds_unused=True),

@@ -31,7 +31,7 @@ from fusion_passes.traced.fuse_pass import FusePass
 from fusion_passes.traced.pack import register_lowerings
 from fusion_passes.traced.pipeline import run_pipeline
 from testing.fake_world import one_rank, two_layers
-from testing.fresh import renew
+from testing.fresh import forget
 from tests.support.imports import imported_names
 
 
@@ -93,8 +93,8 @@ def _identity_of_traced(*, is_transposed: bool = False, **options: Any) -> str:
         options: options of DDP.
     """
     flag = FusionConfig()
+    forget()  # Otherwise the identity would contain earlier modules.
     with one_rank(), inductor_config.patch(ddp_fusion=flag):
-        renew(traced_modules)
         model = two_layers()
         if is_transposed:
             weight = model.get_parameter("0.weight")

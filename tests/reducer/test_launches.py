@@ -83,38 +83,6 @@ class Used(nn.Module):
         return x
 
 
-def maps_between_buckets(takes: int) -> list[str]:
-    """The launches of two modules on one group, and how often the host reads a used-parameter
-    map."""
-    told: list[str] = []
-    launch, send_used = AllReduce.launch, FoundUnused.launch
-
-    def bucket(self: AllReduce, *args: Any) -> Any:
-        told.append("bucket")
-        return launch(self, *args)
-
-    def used(self: Any) -> None:
-        told.append("map")
-        send_used(self)
-        counts, wait = self._launched
-        self._launched = _Read(counts, told), wait
-
-    with inductor_config.patch(ddp_fusion="concat"):
-        first, second = (
-            DistributedDataParallel(Used(), find_unused_parameters=True) for _ in range(2)
-        )
-        for step in range(2):
-            loss = first(torch.ones(1, 2), takes).sum() + second(torch.ones(1, 2), takes).sum()
-            if step:
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(AllReduce, "launch", bucket)
-                    patch.setattr(FoundUnused, "launch", used)
-                    loss.backward()
-            else:
-                loss.backward()
-    return told
-
-
 class _Read:
     """A map that counts its reads."""
 
@@ -126,14 +94,38 @@ class _Read:
         return self.counts.tolist()
 
 
+@pytest.mark.usefixtures("fused_rank")
 @pytest.mark.parametrize("takes", [1, 2])
-def test_the_used_map_is_launched_behind_the_last_bucket(run_on_ranks: RUN, takes: int) -> None:
+def test_the_used_map_is_launched_behind_the_last_bucket(
+    monkeypatch: pytest.MonkeyPatch, takes: int
+) -> None:
     """The map is launched before another module's buckets. The host reads it if this rank has
     unused parameters."""
+    told: list[str] = []
+    launch, launch_map = AllReduce.launch, FoundUnused.launch
+
+    def note_bucket(self: AllReduce, *args: Any) -> Any:
+        told.append("bucket")
+        return launch(self, *args)
+
+    def note_map(self: Any) -> None:
+        told.append("map")
+        launch_map(self)
+        counts, wait = self._launched
+        self._launched = _Read(counts, told), wait
+
+    modules = [DistributedDataParallel(Used(), find_unused_parameters=True) for _ in range(2)]
+
+    def backward() -> None:
+        torch.stack([ddp(torch.ones(1, 2), takes).sum() for ddp in modules]).sum().backward()
+
+    backward()
+    monkeypatch.setattr(AllReduce, "launch", note_bucket)
+    monkeypatch.setattr(FoundUnused, "launch", note_map)
+    backward()
     reads = ["read"] * 2 if takes == 1 else []
-    for told in run_on_ranks(2, maps_between_buckets, takes=takes):
-        assert [each for each in told if each != "read"] == ["bucket", "map"] * 2
-        assert [each for each in told if each == "read"] == reads
+    assert [each for each in told if each != "read"] == ["bucket", "map"] * 2
+    assert [each for each in told if each == "read"] == reads
 
 
 class Recomputed(nn.Module):

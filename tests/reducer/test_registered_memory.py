@@ -212,19 +212,15 @@ def test_averages_that_would_not_use_it(
     assert re.search(why, found)
 
 
-def refused_over_gloo() -> str:
+@pytest.mark.usefixtures("one_rank")
+def test_it_is_refused_over_gloo() -> None:
     with registered(), pytest.raises(ValueError, match="memory") as caught:
         DistributedDataParallel(models.mlp(2))
-    return str(caught.value)
-
-
-def test_it_is_refused_over_gloo_on_each_rank(run_on_ranks: RUN) -> None:
-    for text in run_on_ranks(2, refused_over_gloo):
-        assert text == (
-            "FusionConfig.memory = 'registered' of DDP 0 (Sequential) needs a process group of "
-            "NCCL, and this one sends tensors on cpu over gloo. Give init_process_group "
-            "backend='nccl', or set memory = 'plain'."
-        )
+    assert str(caught.value) == (
+        "FusionConfig.memory = 'registered' of DDP 0 (Sequential) needs a process group of NCCL, "
+        "and this one sends tensors on cpu over gloo. Give init_process_group backend='nccl', or "
+        "set memory = 'plain'."
+    )
 
 
 def refused_on_one_rank() -> str:
@@ -244,17 +240,14 @@ def test_no_rank_goes_on_alone(run_on_ranks: RUN) -> None:
         assert "needs what rank 1 has not" in text
 
 
-def compressed_by_a_hook() -> str:
+@pytest.mark.usefixtures("one_rank")
+def test_a_hook_that_sends_a_copy_is_refused() -> None:
     with registered_by_nobody(), registered():
         ddp = DistributedDataParallel(models.mlp(2))
         with pytest.raises(ValueError, match="sent as they lie") as caught:
             ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-    return str(caught.value)
-
-
-def test_a_hook_that_sends_a_copy_is_refused(run_on_ranks: RUN) -> None:
-    assert "communication hook bf16_compress_hook" in run_on_ranks(2, compressed_by_a_hook)[0]
+    assert "communication hook bf16_compress_hook" in str(caught.value)
 
 
 def allocated_on_one_rank() -> tuple[str, bool, list[int], bool]:
@@ -328,48 +321,33 @@ def test_buckets_lie_at_the_same_offsets_in_each_step_and_on_each_rank(run_on_ra
     assert told.startswith(f"registered with NCCL as symmetric memory, {size} bytes in one")
 
 
-def ended_pieces() -> list[int]:
-    """Number of deregistered allocations: while the module trains, and after it gets another
-    group."""
-    ended = []
+@pytest.mark.usefixtures("one_rank")
+def test_memory_is_deregistered_when_the_module_gets_another_group() -> None:
     with registered_by_nobody() as registry, registered():
         ddp = DistributedDataParallel(models.mlp(2))
         ddp(torch.ones(2, models.WIDTH)).sum().backward()
-        ended.append(registry.ended)
+        assert registry.ended == 0
         ddp._update_process_group(dist.group.WORLD)
-        ended.append(registry.ended)
+        assert registry.ended == 1
         ddp(torch.ones(2, models.WIDTH)).sum().backward()
         assert len(registry.data) == 2
         assert all(parameter.grad is not None for parameter in ddp.parameters())
-    return ended
 
 
-def test_memory_is_deregistered_when_nothing_is_launched_from_it(run_on_ranks: RUN) -> None:
-    assert run_on_ranks(2, ended_pieces) == [[0, 1]] * 2
-
-
-def two_dtypes() -> tuple[list[int], int, bool]:
-    """Sizes of the registered memory, the offset of the second bucket, and whether an empty bucket
-    is left out."""
+@pytest.mark.usefixtures("one_rank")
+def test_each_bucket_begins_as_an_allocation_of_its_own_would() -> None:
+    """An empty bucket has no memory."""
     with registered_by_nobody() as registry, registered():
         model = nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1).double()])
         model.register_parameter("empty", nn.Parameter(torch.ones(0, dtype=torch.bfloat16)))
         ddp = DistributedDataParallel(model)
         reducer = reducer_of(ddp)
         reducer.fix_layout(reducer.assignment.rebuilt(reducer.module.group))
-        buckets = [b for b in reducer.assignment.layout.buckets if b.numel]
-        memory = reducer.memory.registered
-        assert memory is not None
-        first, second = (memory.of(bucket) for bucket in buckets)
-        assert first is not None
-        assert second is not None
-        (empty,) = (b for b in reducer.assignment.layout.buckets if not b.numel)
-        is_empty = memory.of(empty) is None
-    return registry.sizes, second.data_ptr() - first.data_ptr(), is_empty
-
-
-def test_each_bucket_begins_as_an_allocation_of_its_own_would(run_on_ranks: RUN) -> None:
-    assert run_on_ranks(2, two_dtypes) == [([1024], 512, True)] * 2
+        memory: Any = reducer.memory.registered
+        places = {b.dtype: memory.of(b) for b in reducer.assignment.layout.buckets}
+        assert places[torch.bfloat16] is None
+        assert places[torch.float32].data_ptr() - places[torch.float64].data_ptr() == 512
+        assert registry.sizes == [1024]
 
 
 # --- The catalogue -------------------------------------------------------------------------------
@@ -378,7 +356,7 @@ _CHECKED: Final = (
     *("no-sync", "kept-gradients", "added-gradients", "several-backwards", "unused-some"),
     *("unused-no-sync", "join-several-times", "static-graph", "second-instance", "second-ddp"),
 )
-"""Features in which gradients of one round still exist in the next, on two ranks; nightly jobs
+"""Features in which gradients of one iteration still exist in the next, on two ranks; nightly jobs
 train all."""
 
 _NOT_AS_THEY_LIE: Final = (

@@ -23,9 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 import fusion_passes
 from fusion_passes import FusionConfig, FusionReport
 from fusion_passes.config import FusionMode
-from fusion_passes.reporting.graphs import compile_log
 from testing.fake_world import fake_world
-from testing.fresh import renew
+from testing.fresh import forget
 from tests.support.call_sequence import call_sequence
 from tests.support.codegen import Call, Place, read_calls
 from tests.support.stores import check_stores
@@ -123,8 +122,7 @@ def generate(
 ) -> Generated:
     """Compile all backwards of a module. Asserts that the memory they send is written, and left
     alone until the wait."""
-    torch._dynamo.reset()
-    renew(compile_log)
+    forget()
     module, batch = made(name)
     # The code of a graph from the cache cannot be captured.
     settings |= {"ddp_fusion": config, "fx_graph_cache": False}

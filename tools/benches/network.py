@@ -1,8 +1,8 @@
-"""A slow network between two processes of one machine, each in a network namespace of its own.
+"""A slow network between two processes of one machine, each in its own network namespace.
 
-The namespaces are joined by a pair of veth devices, and ``tbf`` on each limits its sending rate.
-All of it belongs to the namespaces, so nothing is left after they are deleted. Their names are
-fixed, and belong to the holder of the lock: a bench deletes what a killed bench left.
+A pair of veth devices joins the namespaces, and ``tbf`` on each device limits its sending rate.
+Both belong to the namespaces, so deleting these leaves nothing behind. The namespaces have fixed
+names, and belong to the holder of the lock, which first deletes those that a killed bench left.
 """
 
 from __future__ import annotations

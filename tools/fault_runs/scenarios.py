@@ -134,7 +134,7 @@ def _options_of(point: Point) -> dict[str, object]:
 
 
 def _exceptions() -> Iterator[Scenario]:
-    """User's exceptions: on one rank or on all, ending the training or caught."""
+    """Exceptions that a user's code raises on one rank or on all, and that it catches or not."""
     points: tuple[tuple[str, Point, str | None], ...] = (
         ("step", "step", None),
         ("forward", "forward", None),
@@ -167,7 +167,7 @@ def _exceptions() -> Iterator[Scenario]:
 
 
 def _caches() -> Iterator[Scenario]:
-    """Caches that differ between ranks, that are broken, and that trainings share."""
+    """Compiler caches that differ between ranks, are broken, or are shared by several trainings."""
     cold = {"TORCHINDUCTOR_CACHE_DIR": "{directory}/cold"}
     no_graphs = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
 
@@ -210,7 +210,7 @@ BROKEN_CACHES: Final[Mapping[str, Callable[[Path], None]]] = MappingProxyType(
 
 
 def _lifetimes() -> Iterator[Scenario]:
-    """Launchers, and objects that are created and freed."""
+    """Trainings under torchrun, long ones, and ones that create groups or modules repeatedly."""
     yield Scenario(
         "restart-under-torchrun",
         options={"checkpoint": True},

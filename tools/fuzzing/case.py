@@ -130,8 +130,8 @@ def from_json(text: str) -> Case:
 
 
 def smaller(case: Case) -> Iterator[Case]:
-    """Cases that are smaller by one thing, the largest reductions first. If there is nothing to
-    leave out, some equal the case itself."""
+    """Cases that are smaller in one respect, the largest reductions first. Some can equal the case
+    itself."""
     if len(case.parts) > 1:
         for part in case.parts:
             yield replace(case, parts=(part,), joined="serial", groups=False)

@@ -82,8 +82,8 @@ def draw(seed: int) -> Case:
 
 
 def _using_some(case: Case, random: Random) -> Case:
-    """The case; for some cases with several outputs, one that skips outputs. Drawn separately, like
-    threads."""
+    """Let the loss skip outputs in some cases with several outputs. ``random`` has a seed of its
+    own, as for threads."""
     names = [name for part in case.parts for name in (*part.ddp, *part.traits, *part.blocks)]
     # Eager DDP passes None to hooks for skipped outputs, and the graph of a static one changes.
     is_plain = case.loop.pattern == "plain" and not any(
@@ -98,8 +98,8 @@ def _using_some(case: Case, random: Random) -> Case:
 
 
 def _averaging(case: Case, random: Random) -> Case:
-    """The case; for some cases whose ranks run equally many forwards and backwards, one with
-    collectives of the models' own. Drawn separately, like threads."""
+    """Give models collectives of their own, in some cases whose ranks run equally many forwards and
+    backwards. ``random`` has a seed of its own, as for threads."""
     loop = case.loop
     is_even = all(len(set(map(len, ranks))) == 1 for ranks in loop.batches)
     if not is_even or loop.some_outputs or case.joined == "threads" or random.random() < 0.85:

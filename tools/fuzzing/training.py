@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 from fuzzing.blocks import TOKENS, WIDTH
 from fuzzing.case import Case
 from fuzzing.models import build
-from testing.fresh import forget
 from testing.threads import run_at_once
 
 Kind = Literal["eager", "fused", "control", "undivided"]
@@ -96,7 +95,6 @@ def _flag(case: Case, kind: Kind) -> Iterator[None]:
     # Eager DDP is trained without the package, as long as these ranks have had no case.
     import fusion_passes
 
-    forget()  # Each case starts as in a new process.
     options = case.flag
     flag = fusion_passes.FusionConfig(**options) if isinstance(options, dict) else options
     with torch._inductor.config.patch(ddp_fusion=flag):

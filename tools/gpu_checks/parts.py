@@ -198,7 +198,7 @@ def _loops(mode: str, ranks: int) -> Part:
 
 
 def _features(mode: str) -> Iterator[Part]:
-    """All features of DDP, in the mode that a check uses."""
+    """Features of DDP on two ranks, each in the first mode in which the check trains it."""
     elsewhere = {*LOOPS_ON_TWO, *LATE_ON_A_GPU}
     chosen = [
         scenario
@@ -213,7 +213,7 @@ def _features(mode: str) -> Iterator[Part]:
 
 
 def _measured() -> Part:
-    """Buckets that are chosen from measurements: of the network, and then of the steps."""
+    """Buckets that ``"auto"`` chooses from measured steps."""
     target = "gpu_checks.targets:measured"
     scenario = Scenario("gpu", "measured", target, 2)
     return Part("auto-2", ranks=2, checks=(Check(scenario, "auto", "fp32"),))

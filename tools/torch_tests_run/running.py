@@ -148,7 +148,7 @@ def run_test(test: str, *, compiled: bool, directory: Path) -> Outcome:
 
 
 def last_error(text: str) -> str:
-    """The line of a traceback with its error; of several ranks, that of the first."""
+    """The line with the error in a traceback, or in the first rank's traceback."""
     first = text.partition("\nProcess 1 exited with")[0]
     lines = [line.strip() for line in first.splitlines() if line.strip()]
     named = [line for line in lines if _ERROR.match(line)]

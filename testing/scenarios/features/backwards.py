@@ -305,9 +305,9 @@ def several_outputs(run: Run, *, are_compiled: bool = False) -> None:
         run.note_backward(ddp)
 
 
-def backwards_of_one_round(run: Run) -> None:
-    """Only the backward is compiled. Each backward reaches a part of the parameters, on one rank
-    with another plan. Nothing is left in the group's store."""
+def backwards_of_one_iteration(run: Run) -> None:
+    """Only the backwards are compiled. Each reaches a part of the parameters, on one rank with
+    another plan than on the other. Nothing is left in the group's store."""
     ddp = run.ddp(_Heads(run, 2))
     store: Any = ddp.process_group.get_group_store()
     for step in range(4):

@@ -98,8 +98,8 @@ def delayed_eager(run: Run) -> None:
 
 
 def delayed_options(run: Run) -> None:
-    """Delayed reductions of parameters that DDP is also told to ignore; of one of several dtypes;
-    with other options of DDP, which do not apply to them."""
+    """Delayed reductions of ignored parameters, of parameters of several dtypes, and together with
+    other options of DDP, which do not apply to them."""
     model = run.mlp()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
     ignored = delayed_in(run, model, "0.")
