@@ -52,6 +52,9 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig, label: st
         )
     )
     parameters = numbered_parameters(ddp)
+    if config.shard_optimizer:
+        assert isinstance(communication, AllReduce), "hooks are refused"
+        parameters, communication = reducers.shard(ddp, label, parameters, communication)
     reducer = Reducer(
         ddp,
         parameters,

@@ -20,6 +20,8 @@ from fusion_passes.install.constructor import construct, enter_forward
 from fusion_passes.reducer.backward import RunningBackward, reducers, register_on_node
 from fusion_passes.reporting.backward_counts import backward_counts
 from fusion_passes.reporting.modules import report_when_freed
+from fusion_passes.sharded.modules import before_backward, shard, sharded
+from fusion_passes.sharded.steps import hook_steps
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import inductor_config, owner_of_name
 from fusion_passes.torch_private.autograd import HOOKS_ON_NODES
@@ -51,6 +53,8 @@ def install_flag() -> None:
     reducers.on_averaged = _note_averaged
     reducers.run_engine = traced_backwards.run_engine
     reducers.on_change = _installation.update
+    reducers.on_backward = before_backward
+    reducers.shard = shard
     reducers.learn_layout = learn_layout
     reducers.report_when_freed = report_when_freed
     add_flag(lambda: _installation.follow(active_config()), _warn_of_option)
@@ -91,6 +95,7 @@ class _Installation:
         set last in whichever thread."""
         self._switch(_for_flag, is_on=self._is_set)
         self._switch(_for_modules, is_on=self._is_set or bool(reducers.alive()))
+        self._switch(_for_sharded, is_on=bool(sharded()))
 
     def _switch(self, change: Callable[[contextlib.ExitStack], None], *, is_on: bool) -> None:
         if is_on and change not in self._undo:
@@ -124,6 +129,13 @@ def _for_modules(undo: contextlib.ExitStack) -> None:
     # C++ autograd nodes call this function to register a Python hook, and torch tells nobody else
     # of the hook. Hooks on AccumulateGrad nodes must see gradients before these are averaged.
     _wrap(undo, HOOKS_ON_NODES, register_on_node)
+
+
+def _for_sharded(undo: contextlib.ExitStack) -> None:
+    """Patch torch for modules whose optimizers are divided by the ranks."""
+    # After a step, owners send their parameters to all ranks.
+    for handle in hook_steps():
+        undo.callback(handle.remove)
 
 
 def _wrap(undo: contextlib.ExitStack, what: str, replacement: Callable[..., Any]) -> None:

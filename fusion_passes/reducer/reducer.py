@@ -257,6 +257,11 @@ class Reducer:
         now = self._round  # Another thread may end the round meanwhile.
         return now is not None and bool(now.received)
 
+    @property
+    def received(self) -> Collection[ParameterNumber]:
+        """The parameters whose gradient was received in the round that runs, if one does."""
+        return () if self._round is None else self._round.received
+
     def expect_more(self, entries: Mapping[Any, Collection[int]]) -> bool:
         """Expect another reduction if a backward differentiates the same compiled forwards as an
         earlier one, but only by other outputs; return whether it does."""
@@ -410,6 +415,8 @@ class Reducer:
         if not self.is_expecting:
             ddp = self.ddp
             self.record.stays_local |= ddp is not None and ddp.require_backward_grad_sync
+            if is_defined:
+                self.queue.communication.note_local(number)
             return
         with self.queue.lock:
             if self.backward is None and self.registry is not None:
@@ -540,12 +547,14 @@ class Reducer:
         for bucket in self.memory.allocated():
             is_launched = self.queue.is_launched(bucket)
             if has_failed and is_launched:
-                self.memory.drop(bucket)
+                self.memory.drop(bucket.numbers, bucket)
             elif has_failed:
                 self.memory.un_alias_or_drop(bucket)
             else:
                 if is_launched:
                     self.queue.wait_for(bucket)
+                    elsewhere = self.queue.communication.elsewhere
+                    self.memory.drop(elsewhere.intersection(bucket.numbers), bucket)
                 self.memory.un_alias(bucket)
 
     # --- Its end ---------------------------------------------------------------------------------
@@ -572,7 +581,7 @@ class Reducer:
             used = self.used.on_any_rank()
             for bucket in self.queue.buckets:
                 self.queue.wait_for(bucket)
-                self.memory.give_back(bucket, used)
+                self.memory.give_back(bucket, used, self.queue.communication.elsewhere)
         self._end_round()
 
     def _end_round(self) -> None:
@@ -581,6 +590,7 @@ class Reducer:
             self.record.copies.unused = self._round.unused
         self._drop_round()
         self.used.end()
+        self.queue.communication.end_round()
         self.failures.take_back(self.steps)
         self.steps += 1
         self.state = State.IDLE

@@ -1,0 +1,130 @@
+"""Sends parameters from their owners to all ranks after each step of an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from fusion_passes.layout.layout import ParameterNumber
+from fusion_passes.reducer.backward import note_of_other_rank
+from fusion_passes.reducer.reducer import Reducer
+from fusion_passes.sharded.modules import sharded
+from fusion_passes.sharded.reduction import ReduceToOwners
+from fusion_passes.torch_private.process_groups import begin_broadcasts
+
+_ALONE_BYTES: Final = 2**16
+"""Least size of a parameter that is sent as it lies. Smaller ones of one owner are sent together,
+which copies them, and needs fewer collectives."""
+
+
+def held_by(optimizer: Any) -> list[tuple[Reducer, ReduceToOwners, list[ParameterNumber]]]:
+    """The modules with owners of which an optimizer holds parameters, and the numbers of these."""
+    ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    found = []
+    for reducer, communication in sharded():
+        parameters = reducer.parameters.all
+        numbers = [n for n in reducer.parameters.numbers if id(parameters[n]) in ids]
+        if numbers:
+            found.append((reducer, communication, numbers))
+    return found
+
+
+def hook_steps() -> list[Any]:
+    """Have all optimizers call this file before and after each step; return the handles."""
+    return [
+        register_optimizer_step_pre_hook(_before_step),
+        register_optimizer_step_post_hook(_after_step),
+    ]
+
+
+@torch.compiler.disable
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Refuse a step that would not be DDP's."""
+    del args, kwargs
+    for reducer, communication, numbers in held_by(optimizer):
+        why = _why_refused(optimizer)
+        local = communication.has_local(numbers)
+        if local and not why:
+            why = (
+                f"{type(optimizer).__name__}.step is called while gradients of "
+                f"{reducer.parameters.named(local)} are those of this rank alone. Average them "
+                "first, by a backward outside of no_sync"
+            )
+        if why:
+            text = (
+                f"FusionConfig.shard_optimizer = True of {reducer.label}: {why}, or set "
+                "shard_optimizer = False."
+            )
+            reducer.failures.leave(reducer.steps, text)
+            raise RuntimeError(text)
+
+
+def _why_refused(optimizer: Any) -> str:
+    names = [kind.__name__ for kind in type(optimizer).__mro__]
+    if "LBFGS" in names:
+        return (
+            "LBFGS needs the gradients of all parameters at once, and a rank has those of its own "
+            "parameters. Use another optimizer"
+        )
+    if "ZeroRedundancyOptimizer" in names:
+        return (
+            "ZeroRedundancyOptimizer divides the parameters by the ranks itself. Use the optimizer "
+            "that it wraps"
+        )
+    return ""
+
+
+@torch.compiler.disable
+def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    del args, kwargs
+    for reducer, communication, numbers in held_by(optimizer):
+        try:
+            send(reducer, communication, numbers)
+        except Exception as error:
+            said = note_of_other_rank([reducer], error)
+            reducer.failures.leave(reducer.steps, f"{type(error).__name__}: {error}")
+            if said is None:
+                raise
+            raise said from error
+
+
+def send(
+    reducer: Reducer, communication: ReduceToOwners, numbers: Sequence[ParameterNumber]
+) -> None:
+    """Send parameters from their owners to all ranks, and wait for that. Ranks cannot know which
+    parameters a step has changed, so all are sent."""
+    rank, kinds = reducer.group.rank(), reducer.parameters.kinds
+    sent: list[tuple[int, Tensor]] = []
+    small: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+    others = []
+    for number in numbers:
+        parameter, owner = reducer.parameters.all[number].detach(), kinds[number].owner
+        if owner != rank:
+            others.append(reducer.parameters.all[number])
+        real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+        if real.nbytes >= _ALONE_BYTES and real.is_contiguous():
+            sent.append((owner, real))
+        elif real.numel():
+            small.setdefault((owner, real.dtype, real.device), []).append(real)
+    packs = []
+    for (owner, dtype, device), tensors in small.items():
+        sizes = [tensor.numel() for tensor in tensors]
+        if owner == rank:
+            pack = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        else:
+            pack = torch.empty(sum(sizes), dtype=dtype, device=device)
+            packs.append((tensors, pack.split(sizes)))
+        sent.append((owner, pack))
+    begin_broadcasts(reducer.group, sent, is_grouped=communication.backend == "nccl")()
+    for tensors, parts in packs:
+        shaped = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+        torch._foreach_copy_(tensors, shaped)
+    if others:  # As the step of an optimizer, which autograd sees.
+        torch.autograd.graph.increment_version(others)
