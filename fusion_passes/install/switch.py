@@ -20,7 +20,9 @@ from fusion_passes.install.constructor import construct, enter_forward
 from fusion_passes.reducer.backward import RunningBackward, reducers, register_on_node
 from fusion_passes.reporting.backward_counts import backward_counts
 from fusion_passes.reporting.modules import report_when_freed
-from fusion_passes.sharded.modules import before_backward, shard, sharded
+from fusion_passes.sharded import checkpoints
+from fusion_passes.sharded.modules import before_backward, shard
+from fusion_passes.sharded.norms import clip_with_norm, norm_for_clipping, total_norm, unscale
 from fusion_passes.sharded.steps import hook_steps
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import inductor_config, owner_of_name
@@ -95,7 +97,7 @@ class _Installation:
         set last in whichever thread."""
         self._switch(_for_flag, is_on=self._is_set)
         self._switch(_for_modules, is_on=self._is_set or bool(reducers.alive()))
-        self._switch(_for_sharded, is_on=bool(sharded()))
+        self._switch(_for_sharded, is_on=_shards())
 
     def _switch(self, change: Callable[[contextlib.ExitStack], None], *, is_on: bool) -> None:
         if is_on and change not in self._undo:
@@ -131,11 +133,29 @@ def _for_modules(undo: contextlib.ExitStack) -> None:
     _wrap(undo, HOOKS_ON_NODES, register_on_node)
 
 
+def _shards() -> bool:
+    return any(reducer.config.shard_optimizer for reducer in reducers.alive())
+
+
 def _for_sharded(undo: contextlib.ExitStack) -> None:
     """Patch torch for modules whose optimizers are divided by the ranks."""
     # After a step, owners send their parameters to all ranks.
     for handle in hook_steps():
         undo.callback(handle.remove)
+    # clip_grad_norm_ calls these two, whoever has imported it before.
+    _wrap(undo, "torch.nn.utils.clip_grad._get_total_norm", norm_for_clipping)
+    _wrap(undo, "torch.nn.utils.clip_grad._clip_grads_with_norm_", clip_with_norm)
+    # The first one of them again, as users call it.
+    _wrap(undo, "torch.nn.utils.get_total_norm", total_norm)
+    # Each rank unscales its own gradients, and all must find the same infinities.
+    _wrap(undo, "torch.amp.GradScaler._unscale_grads_", unscale)
+    # Each rank saves the state of its own parameters, and keeps that of all that it loads.
+    _wrap(undo, "torch.optim.Optimizer.state_dict", checkpoints.state_dict)
+    _wrap(undo, "torch.optim.Optimizer.load_state_dict", checkpoints.load_state_dict)
+    dcp = "torch.distributed.checkpoint.state_dict"
+    _wrap(undo, f"{dcp}._init_optim_state", checkpoints.init_state)
+    _wrap(undo, f"{dcp}._get_optim_state_dict", checkpoints.get_state)
+    _wrap(undo, f"{dcp}._split_optim_state_dict", checkpoints.split_state)
 
 
 def _wrap(undo: contextlib.ExitStack, what: str, replacement: Callable[..., Any]) -> None:

@@ -124,23 +124,27 @@ class ReduceToOwners(AllReduce):
             if gradient is None:
                 self._local.pop(number, None)
                 self._averages.pop(number, None)
-                continue
-            if number in received:
-                continue
-            mark, local = _mark(gradient), self._local.get(number)
-            average, name = self._averages.get(number), self._parameters.names[number]
-            if local is None and number in self.elsewhere:
-                if gradient.any():
-                    return _NOT_OWNED.format(name=name)
-            elif local is None:
-                if average is None or average[0] != mark:
-                    self._averages[number] = mark, gradient.detach().clone()
-            elif average is None:
-                self._local[number] = mark
-            elif local != mark:  # It was written to since the last backward.
-                if gradient.any():
-                    return _ADDED.format(name=name)
-                del self._local[number], self._averages[number]
+            elif number not in received:
+                why = self._note_existing(number, gradient)
+                if why:
+                    return why.format(name=self._parameters.names[number])
+        return ""
+
+    def _note_existing(self, number: ParameterNumber, gradient: Tensor) -> str:
+        mark, local = _mark(gradient), self._local.get(number)
+        average = self._averages.get(number)
+        if local is None and number in self.elsewhere:
+            if gradient.any():
+                return _NOT_OWNED
+        elif local is None:
+            if average is None or average[0] != mark:
+                self._averages[number] = mark, gradient.detach().clone()
+        elif average is None:
+            self._local[number] = mark
+        elif local != mark:  # It was written to since the last backward.
+            if gradient.any():
+                return _ADDED
+            del self._local[number], self._averages[number]
         return ""
 
     def note_local(self, number: ParameterNumber) -> None:

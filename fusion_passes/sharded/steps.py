@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -17,6 +19,7 @@ from fusion_passes.reducer.backward import note_of_other_rank
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.sharded.modules import sharded
 from fusion_passes.sharded.reduction import ReduceToOwners
+from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.process_groups import begin_broadcasts
 
 _ALONE_BYTES: Final = 2**16
@@ -36,6 +39,32 @@ def held_by(optimizer: Any) -> list[tuple[Reducer, ReduceToOwners, list[Paramete
     return found
 
 
+@dataclass
+class _Sending:
+    """Whether steps of optimizers send parameters.
+
+    Attributes:
+        paused: how many callers have paused that.
+    """
+
+    paused: int = 0
+
+
+_sending: Final = process_state.keep(
+    _Sending(), "whether steps of optimizers send parameters now", Lifetime.PROCESS
+)
+
+
+@contextmanager
+def without_sends() -> Iterator[None]:
+    """A context in which steps are those of this rank alone."""
+    _sending.paused += 1
+    try:
+        yield
+    finally:
+        _sending.paused -= 1
+
+
 def hook_steps() -> list[Any]:
     """Have all optimizers call this file before and after each step; return the handles."""
     return [
@@ -48,6 +77,8 @@ def hook_steps() -> list[Any]:
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Refuse a step that would not be DDP's."""
     del args, kwargs
+    if _sending.paused:
+        return
     for reducer, communication, numbers in held_by(optimizer):
         why = _why_refused(optimizer)
         local = communication.has_local(numbers)
@@ -84,6 +115,8 @@ def _why_refused(optimizer: Any) -> str:
 @torch.compiler.disable
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     del args, kwargs
+    if _sending.paused:
+        return
     for reducer, communication, numbers in held_by(optimizer):
         try:
             send(reducer, communication, numbers)

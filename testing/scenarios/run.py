@@ -125,7 +125,8 @@ class Run:
         """Record the gradients of all parameters; ``synced``: whether they were to be averaged."""
         number, parameters = self._count_launches(), self._parameters_of(model)
         gradients = {name: parameter.grad for name, parameter in parameters.items()}
-        if self.is_fused:
+        if self.is_fused and sharded():
+            number = number if synced else 0  # Parameters are sent too.
             self._add_of_owners(gradients, parameters, synced=synced)
             self._count_launches()
         self.backwards.append(_detached(gradients))
@@ -135,27 +136,23 @@ class Run:
         self, gradients: Any, parameters: Mapping[str, nn.Parameter], *, synced: bool
     ) -> None:
         """With ``shard_optimizer``, add the averages that other ranks have."""
+        owned = {
+            id(reducer.parameters.all[n]): (reducer, n, n in communication.elsewhere)
+            for reducer, communication in sharded()
+            for n in reducer.parameters.numbers
+        }
         for name, parameter in parameters.items():
-            for reducer, communication in sharded():
-                for number in reducer.parameters.numbers:
-                    if reducer.parameters.all[number] is not parameter:
-                        continue
-                    if not synced:
-                        if number in communication.elsewhere:
-                            self.unknown.add((len(self.backwards), plain_name(name)))
-                        continue
-                    assert number not in communication.elsewhere or gradients[name] is None
-                    root = reducer.parameters.kinds[number].owner
-                    is_there = torch.tensor([gradients[name] is not None])
-                    dist.broadcast(is_there, group=reducer.group, group_src=root)
-                    if is_there:
-                        sent = gradients[name]
-                        sent = torch.empty_like(parameter.detach()) if sent is None else sent
-                        flat = torch.view_as_real(sent) if sent.is_complex() else sent
-                        flat = flat.contiguous()
-                        dist.broadcast(flat, group=reducer.group, group_src=root)
-                        back = torch.view_as_complex(flat) if sent.is_complex() else flat
-                        gradients[name] = torch.empty_like(sent).copy_(back)
+            if id(parameter) not in owned:
+                continue
+            reducer, number, is_elsewhere = owned[id(parameter)]
+            averages = [gradients[name]]
+            if synced:
+                root = reducer.parameters.kinds[number].owner
+                dist.broadcast_object_list(averages, group=reducer.group, group_src=root)
+            if is_elsewhere and synced and gradients[name] is None:
+                gradients[name] = averages[0]
+            elif is_elsewhere:
+                self.unknown.add((len(self.backwards), plain_name(name)))
 
     def _count_launches(self) -> int:
         """Count collectives since the last call; none is missed, because each backend numbers
