@@ -155,6 +155,7 @@ def _for_sharded(undo: contextlib.ExitStack) -> None:
     dcp = "torch.distributed.checkpoint.state_dict"
     _wrap(undo, f"{dcp}._init_optim_state", checkpoints.init_state)
     _wrap(undo, f"{dcp}._get_optim_state_dict", checkpoints.get_state)
+    _wrap(undo, f"{dcp}._load_optim_state_dict", checkpoints.load_state)
     _wrap(undo, f"{dcp}._split_optim_state_dict", checkpoints.split_state)
 
 

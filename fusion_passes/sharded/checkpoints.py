@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -235,6 +235,20 @@ def _whole(is_whole: bool) -> Iterator[None]:
         yield
     finally:
         _saving.whole -= is_whole
+
+
+def load_state(
+    original: Callable[..., None], model: Any, optimizers: Any, state: Any, info: Any
+) -> None:
+    """Take the place of ``_load_optim_state_dict``, which fits a ``full_state_dict`` into the state
+    of the rank: ``load_state_dict`` does that here."""
+    if info.handle_optim and info.full_state_dict and any(map(held_by, optimizers)):
+        if info.broadcast_from_rank0:
+            sent = [state]
+            dist.broadcast_object_list(sent, src=0)
+            (state,) = sent
+        info = replace(info, full_state_dict=False, broadcast_from_rank0=False)
+    original(model, optimizers, state, info)
 
 
 def split_state(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import types
 from collections.abc import Collection
 from typing import TypeAlias
 
@@ -36,14 +37,20 @@ class ReduceToOwners(AllReduce):
 
     Attributes:
         elsewhere: the parameters that other ranks own.
-        label: the name of the module in messages.
+        held: the parameters that an optimizer was seen to hold.
+        stepped_by: the id of the optimizer that has stepped a parameter since the last average.
+        step: the frame of a step that has begun; ``None`` once its parameters have been sent.
+        is_checked: whether other modules were looked at for the same parameters.
     """
 
-    def __init__(self, like: AllReduce, parameters: Parameters, label: str) -> None:
+    def __init__(self, like: AllReduce, parameters: Parameters) -> None:
         super().__init__(like.group, like.backend, dtype=like.dtype)
         rank, kinds = self.group.rank(), parameters.kinds
         self.elsewhere = frozenset(n for n, kind in kinds.items() if kind.owner != rank)
-        self.label = label
+        self.held: set[ParameterNumber] = set()
+        self.stepped_by: dict[ParameterNumber, int] = {}
+        self.step: types.FrameType | None = None
+        self.is_checked = False
         self._parameters = parameters
         self._local: dict[ParameterNumber, _Mark] = {}
         self._averages: dict[ParameterNumber, tuple[_Mark, Tensor]] = {}
@@ -159,6 +166,7 @@ class ReduceToOwners(AllReduce):
         return {n for n in held if n in self._local or n in self.elsewhere}
 
     def end_round(self) -> None:
+        self.stepped_by.clear()
         self._local.clear()
         self._averages.clear()
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import (
+    Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
@@ -17,10 +20,11 @@ from torch.optim.optimizer import (
 from fusion_passes.layout.layout import ParameterNumber
 from fusion_passes.reducer.backward import note_of_other_rank
 from fusion_passes.reducer.reducer import Reducer
-from fusion_passes.sharded.modules import sharded
+from fusion_passes.sharded.modules import refuse, refuse_after_failed_step, sharded
 from fusion_passes.sharded.reduction import ReduceToOwners
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.process_groups import begin_broadcasts
+from fusion_passes.warnings import warn_once
 
 _ALONE_BYTES: Final = 2**16
 """Least size of a parameter that is sent as it lies. Smaller ones of one owner are sent together,
@@ -80,6 +84,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     if _sending.paused:
         return
     for reducer, communication, numbers in held_by(optimizer):
+        refuse_after_failed_step(reducer, communication)
         why = _why_refused(optimizer)
         local = communication.has_local(numbers)
         if local and not why:
@@ -89,12 +94,27 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
                 "first, by a backward outside of no_sync"
             )
         if why:
-            text = (
-                f"FusionConfig.shard_optimizer = True of {reducer.label}: {why}, or set "
-                "shard_optimizer = False."
+            refuse(reducer, f"{why}, or set shard_optimizer = False.")
+        communication.held.update(numbers)
+        before = [communication.stepped_by.setdefault(n, id(optimizer)) for n in numbers]
+        if set(before) != {id(optimizer)}:
+            twice = [n for n, by in zip(numbers, before, strict=True) if by != id(optimizer)]
+            warn_once(
+                f"stepped twice {reducer.name}",
+                f"Two optimizers step {reducer.parameters.named(twice)} of {reducer.name} between "
+                "two averages. With FusionConfig.shard_optimizer = True, each of them keeps a "
+                "state, and sends these parameters to all ranks. Give each parameter to one "
+                "optimizer.",
             )
-            reducer.failures.leave(reducer.steps, text)
-            raise RuntimeError(text)
+        communication.step = _frame_of_step()
+
+
+def _frame_of_step() -> FrameType | None:
+    """The frame of torch's function that calls the hooks of a step, and then the step."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") != Optimizer.__module__:
+        frame = frame.f_back
+    return frame
 
 
 def _why_refused(optimizer: Any) -> str:
@@ -126,6 +146,7 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             if said is None:
                 raise
             raise said from error
+        communication.step = None
 
 
 def send(
