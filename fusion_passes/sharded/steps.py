@@ -96,6 +96,8 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         if why:
             refuse(reducer, f"{why}, or set shard_optimizer = False.")
         communication.held.update(numbers)
+        for number in communication.elsewhere.intersection(numbers):
+            optimizer.state.pop(reducer.parameters.all[number], None)  # Adagrad makes it early.
         before = [communication.stepped_by.setdefault(n, id(optimizer)) for n in numbers]
         if set(before) != {id(optimizer)}:
             twice = [n for n, by in zip(numbers, before, strict=True) if by != id(optimizer)]
