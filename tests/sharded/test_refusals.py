@@ -14,6 +14,7 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -69,10 +70,6 @@ def test_sparse_gradients_are_refused(world: None) -> None:
         managed(nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4)))
 
 
-def _hook(state: object, bucket: dist.GradBucket) -> Any:
-    """A communication hook of a user."""
-
-
 def _joined(ddp: DistributedDataParallel) -> None:
     ddp.join(enable=True)  # As Join does, once it has been entered.
     ddp._join_config = ddp._join_config._replace(enable=True)
@@ -81,11 +78,11 @@ def _joined(ddp: DistributedDataParallel) -> None:
 
 FEATURES: Final[Mapping[str, Callable[[DistributedDataParallel], object]]] = MappingProxyType(
     {
-        "communication hook _hook": lambda ddp: ddp.register_comm_hook(None, _hook),
+        "communication hook noop_hook": lambda ddp: ddp.register_comm_hook(None, noop_hook),
         "_update_process_group": lambda ddp: ddp._update_process_group(dist.new_group()),
         "join": _joined,
         "a hook of yours synchronises its buffers": lambda ddp: ddp._register_buffer_comm_hook(
-            None, _hook
+            None, noop_hook
         ),
     }
 )
