@@ -13,6 +13,8 @@ table; ``--output DIR`` keeps all measurements and the logs. docs/bench.md expla
         --ways concat "concat, traced" --forwards 2           # two forwards before each backward
     sudo python tools/bench.py --model gpt2 --rate 1gbit \
         --ways concat --first 5                               # the first averaged step of a process
+    sudo python tools/bench.py --model mlp --rate 2.5gbit --optimizer muon \
+        --ways concat "concat, sharded" ZeroRedundancyOptimizer     # with steps of an optimizer
     taskset -c 0 python tools/bench.py --model gpt2 --ranks 1 \
         --ways concat --starts 2                              # CPU seconds of starts, on one rank
     taskset -c 0 python tools/bench.py --model gpt2-broken gpt2-broken-twice --ranks 1 \
@@ -60,7 +62,7 @@ from benches.results import Row, figures_table
 from command_line import exit_on_signals, parser_of
 from fusion_passes.tuning.tuner import DIRECTORY_VARIABLE
 from workloads.models import BROKEN, MAKERS, SIZES
-from workloads.ways import AUTO, EAGER, OURS, PLAIN, WAYS
+from workloads.ways import AUTO, EAGER, OPTIMIZERS, OURS, PLAIN, WAYS, ZERO
 
 FILE: Final = "bench.json"
 
@@ -127,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     ways = f"beside {PLAIN} and {EAGER}: {', '.join(others)} ({', '.join(DEFAULT_WAYS)})"
     caps = "also each way that has one with these caps, in MiB"
     rates = "of the network, such as 2.5gbit; needs root, iproute2 and two ranks"
+    optimizer = "steps behind each backward (none): muon is for matrices, and AdamW for the rest"
     first = "processes of a way whose first averaged step beyond compiling is measured (0)"
     starts = "warm starts of a way that are measured, after a cold one (0)"
     output = Path(time.strftime("bench-%Y%m%d-%H%M%S"))
@@ -143,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rate", nargs="+", default=[], type=_rate, help=rates)
     add("--caps", nargs="+", type=float, default=[], metavar="MB", help=caps)
     add("--forwards", type=int, default=1, help="of a step, before one backward (1)")
+    add("--optimizer", choices=OPTIMIZERS, default="", help=optimizer)
     add("--first", type=int, default=0, metavar="PROCESSES", help=first)
     add("--starts", type=int, default=0, metavar="PROCESSES", help=starts)
     add("--rounds", type=int, default=9, help="of measurement (9)")
@@ -166,6 +170,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.rate and options.ranks != 2:
         parser.error(f"--rate needs --ranks 2, but they are {options.ranks}")
+    if ZERO in options.ways and not options.optimizer:
+        parser.error(f"--ways {ZERO} needs an --optimizer")
     gpus = torch.cuda.device_count()
     options.backend = "nccl" if gpus else "gloo"
     if gpus and options.ranks > gpus:
@@ -287,6 +293,7 @@ class Measuring:
             timeout_s=options.timeout,
             backend=options.backend,
             forwards=options.forwards,
+            optimizer=options.optimizer,
             shares_kernels=True,
         )
 

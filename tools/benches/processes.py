@@ -45,6 +45,7 @@ class Place:
         variables: environment variables, for the network and torch.
         backend: of the process group.
         forwards: of a step, before one backward.
+        optimizer: name of the optimizer that steps behind each backward; empty: none does.
         shares_kernels: whether all methods have one compiler cache. None then starts as on a new
             machine, and none takes a compiled graph from it.
         worker: the module that ranks run.
@@ -61,6 +62,7 @@ class Place:
     variables: Mapping[str, str] = field(default_factory=dict)
     backend: str = "gloo"
     forwards: int = 1
+    optimizer: str = ""
     shares_kernels: bool = False
     worker: str = "benches.rank"
     logs: Path | None = None
