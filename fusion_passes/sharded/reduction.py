@@ -175,18 +175,27 @@ class ReduceToOwners(AllReduce):
             return
         for number, offset in zip(bucket.numbers, bucket.offsets, strict=True):
             if number in self._averages:
-                _, average = self._averages[number]
+                mark, average = self._averages[number]
+                gradient, name = self._parameters.all[number].grad, self._parameters.names[number]
+                if gradient is None or gradient.data_ptr() != mark[0]:
+                    raise RuntimeError(_REPLACED.format(name=name))
                 strides = self._parameters.strides[number]
                 place = memory.as_strided(average.shape, strides, offset)
                 place.add_(average, alpha=(self.group.size() - 1) * factor)
 
 
-_REMEDY = "Call zero_grad() instead, which sets gradients to None, or set shard_optimizer = False."
+_REMEDY = "Call zero_grad() before the backward, or set shard_optimizer = False."
 
 _ADDED = (
     "The gradient of {name} was changed after a backward whose gradients stay on this rank had "
     "added to it: with FusionConfig.shard_optimizer = True, nobody can tell how much of it is an "
     f"average. {_REMEDY}"
+)
+
+_REPLACED = (
+    "The gradient of {name}, an average, was replaced or cleared while a backward ran that adds to "
+    "it: with FusionConfig.shard_optimizer = True, nobody can tell how often it counts in the sum. "
+    f"{_REMEDY}"
 )
 
 _NOT_OWNED = (

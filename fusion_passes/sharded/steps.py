@@ -157,29 +157,30 @@ def send(
     """Send parameters from their owners to all ranks, and wait for that. Ranks cannot know which
     parameters a step has changed, so all are sent."""
     rank, kinds = reducer.group.rank(), reducer.parameters.kinds
-    sent: list[tuple[int, Tensor]] = []
-    small: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+    packs: dict[tuple[int, int, torch.dtype, torch.device], list[Tensor]] = {}
     others = []
     for number in numbers:
         parameter, owner = reducer.parameters.all[number].detach(), kinds[number].owner
         if owner != rank:
             others.append(reducer.parameters.all[number])
         real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-        if real.nbytes >= _ALONE_BYTES and real.is_contiguous():
-            sent.append((owner, real))
-        elif real.numel():
-            small.setdefault((owner, real.dtype, real.device), []).append(real)
-    packs = []
-    for (owner, dtype, device), tensors in small.items():
+        # Strides may differ between ranks, sizes cannot.
+        alone = number if real.nbytes >= _ALONE_BYTES else -1
+        packs.setdefault((alone, owner, real.dtype, real.device), []).append(real)
+    sent, copied = list[tuple[int, Tensor]](), list[tuple[list[Tensor], Sequence[Tensor]]]()
+    for (alone, owner, dtype, device), tensors in packs.items():
         sizes = [tensor.numel() for tensor in tensors]
-        if owner == rank:
-            pack = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        else:
-            pack = torch.empty(sum(sizes), dtype=dtype, device=device)
-            packs.append((tensors, pack.split(sizes)))
-        sent.append((owner, pack))
+        if alone >= 0 and tensors[0].is_contiguous():
+            sent.append((owner, tensors[0]))
+        elif sum(sizes):
+            if owner == rank:
+                pack = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            else:
+                pack = torch.empty(sum(sizes), dtype=dtype, device=device)
+                copied.append((tensors, pack.split(sizes)))
+            sent.append((owner, pack))
     begin_broadcasts(reducer.group, sent, is_grouped=communication.backend == "nccl")()
-    for tensors, parts in packs:
+    for tensors, parts in copied:
         shaped = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
         torch._foreach_copy_(tensors, shaped)
     if others:  # As the step of an optimizer, which autograd sees.
