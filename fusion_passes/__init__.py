@@ -27,6 +27,7 @@ from fusion_passes.reporting.records import (
 from fusion_passes.reporting.report import report
 from fusion_passes.reporting.table import format_report
 from fusion_passes.reporting.timeline import Timeline
+from fusion_passes.sharded.checkpoints import full_optimizer_state_dict
 from fusion_passes.version import __version__
 from fusion_passes.warnings import FusionWarning
 
@@ -47,6 +48,7 @@ __all__ = [
     "Timeline",
     "__version__",
     "format_report",
+    "full_optimizer_state_dict",
     "record_steps",
     "report",
     "reports",

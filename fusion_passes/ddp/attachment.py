@@ -54,6 +54,9 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig, label: st
         )
     )
     parameters = numbered_parameters(ddp)
+    if config.shard_optimizer:
+        assert isinstance(communication, AllReduce), "hooks are refused"
+        parameters, communication = reducers.shard(ddp, label, parameters, communication)
     module = AveragedModule(ddp, label, group, config)
     reducer = Reducer(
         module,

@@ -9,6 +9,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.config import FusionConfig
+from fusion_passes.ddp.own_reducer import refuse_if_sharded
 from fusion_passes.reducer.communication import SENT_AS, AllReduce, HookCall, name_of_hook
 from fusion_passes.reducer.reducer import reducer_of
 from fusion_passes.torch_private.ddp import comm_hooks, log_comm_hook
@@ -32,6 +33,11 @@ def check_comm_hook(ddp: DistributedDataParallel, hook: Callable[..., Any]) -> N
         ValueError: an option contradicts it.
     """
     _check_first(ddp)
+    refuse_if_sharded(
+        ddp,
+        f"communication hook {name_of_hook(hook)}, which would average on all ranks",
+        "Use reduce_dtype, or torch's bf16_compress_hook or fp16_compress_hook",
+    )
     _check_reduce_dtype(reducer_of(ddp).module.config, hook)
 
 

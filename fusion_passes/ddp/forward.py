@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
+from fusion_passes.ddp.own_reducer import refuse_if_sharded
 from fusion_passes.graph.collectives import broadcast
 from fusion_passes.reducer.averaged_module import STATE, State
 from fusion_passes.reducer.communication import AllReduce
@@ -113,6 +114,11 @@ def _note_outputs(ddp: DistributedDataParallel, output: Any) -> None:
 def _begin_step(ddp: DistributedDataParallel) -> None:
     """With ``join``: tell ranks without inputs that this rank has some, broadcast buffers, and tell
     those ranks whether gradients of this step are averaged."""
+    refuse_if_sharded(
+        ddp,
+        "join, since ranks without inputs would take no optimizer step",
+        "Give all ranks equally many batches",
+    )
     work: Any = Join.notify_join_context(ddp)
     _count_ranks(ddp, work)
     if sends_buffers(ddp):

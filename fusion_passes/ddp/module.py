@@ -32,7 +32,7 @@ from fusion_passes.ddp.forward import (
     refuse_unfinished,
     sends_buffers,
 )
-from fusion_passes.ddp.own_reducer import warn_own_reducer
+from fusion_passes.ddp.own_reducer import refuse_if_sharded, warn_own_reducer
 from fusion_passes.ddp.tensor_parallel import make_dtensors_when_read
 from fusion_passes.flag import active_config
 from fusion_passes.reducer.averaged_module import STATE, State
@@ -110,6 +110,11 @@ class ManagedDDP(ManagedForward):
         """Do nothing: :meth:`Reducer.reduce_zeros` has all-reduced the used-parameter map."""
 
     def _update_process_group(self, new_process_group: Any) -> None:
+        refuse_if_sharded(
+            self,
+            "_update_process_group, since optimizer states would be on other ranks than parameters",
+            "Construct a new module on the new group",
+        )
         before, reducer = self.process_group, reducer_of(self)
         refuse_memory(reducer, new_process_group)
         try:
@@ -246,6 +251,7 @@ _count: Final = process_state.keep(
 def hand_over(ddp: DistributedDataParallel, reason: str) -> None:
     """Have DDP's own reducer train a managed module from now on, and warn with the reason. All
     ranks of its process group must do this between the same two steps."""
+    refuse_if_sharded(ddp, f"DDP's own reducer, which would train it: {reason}", "Leave this out")
     ddp.__class__ = _users_class(ddp)
     for name in _REPLACED:
         ddp.__dict__.pop(name, None)

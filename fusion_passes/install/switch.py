@@ -20,6 +20,10 @@ from fusion_passes.install.constructor import construct, enter_forward
 from fusion_passes.reducer.backward import RunningBackward, reducers, register_on_node
 from fusion_passes.reporting.backward_counts import backward_counts
 from fusion_passes.reporting.modules import report_when_freed
+from fusion_passes.sharded import checkpoints
+from fusion_passes.sharded.modules import before_backward, shard
+from fusion_passes.sharded.norms import clip_with_norm, norm_for_clipping, total_norm, unscale
+from fusion_passes.sharded.steps import hook_steps
 from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import inductor_config, owner_of_name
 from fusion_passes.torch_private.autograd import HOOKS_ON_NODES
@@ -51,6 +55,8 @@ def install_flag() -> None:
     reducers.on_averaged = _note_averaged
     reducers.run_engine = traced_backwards.run_engine
     reducers.on_change = _installation.update
+    reducers.on_backward = before_backward
+    reducers.shard = shard
     reducers.learn_layout = learn_layout
     reducers.report_when_freed = report_when_freed
     add_flag(lambda: _installation.follow(active_config()), _warn_of_option)
@@ -91,6 +97,7 @@ class _Installation:
         set last in whichever thread."""
         self._switch(_for_flag, is_on=self._is_set)
         self._switch(_for_modules, is_on=self._is_set or bool(reducers.alive()))
+        self._switch(_for_sharded, is_on=_shards())
 
     def _switch(self, change: Callable[[contextlib.ExitStack], None], *, is_on: bool) -> None:
         if is_on and change not in self._undo:
@@ -124,6 +131,32 @@ def _for_modules(undo: contextlib.ExitStack) -> None:
     # C++ autograd nodes call this function to register a Python hook, and torch tells nobody else
     # of the hook. Hooks on AccumulateGrad nodes must see gradients before these are averaged.
     _wrap(undo, HOOKS_ON_NODES, register_on_node)
+
+
+def _shards() -> bool:
+    return any(reducer.module.config.shard_optimizer for reducer in reducers.alive())
+
+
+def _for_sharded(undo: contextlib.ExitStack) -> None:
+    """Patch torch for modules whose optimizers are divided by the ranks."""
+    # After a step, owners send their parameters to all ranks.
+    for handle in hook_steps():
+        undo.callback(handle.remove)
+    # clip_grad_norm_ calls these two, whoever has imported it before.
+    _wrap(undo, "torch.nn.utils.clip_grad._get_total_norm", norm_for_clipping)
+    _wrap(undo, "torch.nn.utils.clip_grad._clip_grads_with_norm_", clip_with_norm)
+    # The first one of them again, as users call it.
+    _wrap(undo, "torch.nn.utils.get_total_norm", total_norm)
+    # Each rank unscales its own gradients, and all must find the same infinities.
+    _wrap(undo, "torch.amp.GradScaler._unscale_grads_", unscale)
+    # Each rank saves the state of its own parameters, and keeps that of all that it loads.
+    _wrap(undo, "torch.optim.Optimizer.state_dict", checkpoints.state_dict)
+    _wrap(undo, "torch.optim.Optimizer.load_state_dict", checkpoints.load_state_dict)
+    dcp = "torch.distributed.checkpoint.state_dict"
+    _wrap(undo, f"{dcp}._init_optim_state", checkpoints.init_state)
+    _wrap(undo, f"{dcp}._get_optim_state_dict", checkpoints.get_state)
+    _wrap(undo, f"{dcp}._load_optim_state_dict", checkpoints.load_state)
+    _wrap(undo, f"{dcp}._split_optim_state_dict", checkpoints.split_state)
 
 
 def _wrap(undo: contextlib.ExitStack, what: str, replacement: Callable[..., Any]) -> None:

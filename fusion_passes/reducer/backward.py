@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_passes.layout.layout import ParameterNumber
+from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.compiled_forward import CompiledForward, Destinations, Gradient
 from fusion_passes.reducer.copies import (
     ANOMALY,
@@ -29,6 +30,7 @@ from fusion_passes.reducer.copies import (
 )
 from fusion_passes.reducer.errors import second_backward
 from fusion_passes.reducer.hooks import HooksOfOthers
+from fusion_passes.reducer.parameters import Parameters
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.reducer.walk import Reached, Walker
 from fusion_passes.state import Lifetime, process_state
@@ -102,6 +104,10 @@ RunEngine: TypeAlias = Callable[[RunningBackward, Sequence[Any], Callable[[], An
 """Runs a backward from these outputs by calling autograd's engine, which it is given."""
 
 
+Shard: TypeAlias = Callable[[Any, str, Parameters, AllReduce], tuple[Parameters, AllReduce]]
+"""See :attr:`Reducers.shard`."""
+
+
 @dataclass
 class Reducers:
     """The reducers of this process.
@@ -114,6 +120,9 @@ class Reducers:
         on_averaged: called with each backward that has averaged modules.
         on_unowned: called with the tensors that such a backward reaches, and no reducer has.
         on_change: called when there is a reducer more, or one less.
+        on_backward: called before each backward that accumulates gradients.
+        shard: called with a new DDP module of the option ``shard_optimizer``, its label, parameters
+            and communication; returns what takes the place of the last two.
         learn_layout: called with a new module of the mode ``"auto"``.
         report_when_freed: called with a DDP module and its new reducer; returns what ends that.
         version: how often a reducer was added.
@@ -128,6 +137,8 @@ class Reducers:
     on_averaged: OnAveraged = lambda _, __, ___: None
     on_unowned: Callable[[Sequence[Tensor]], None] = lambda _: None
     on_change: Callable[[], None] = lambda: None
+    on_backward: Callable[[], None] = lambda: None
+    shard: Shard = lambda _, __, parameters, communication: (parameters, communication)
     learn_layout: Callable[[Reducer], None] = lambda _: None
     report_when_freed: Callable[[Any, Reducer], Any] = lambda _, __: None
     version: int = 0
@@ -197,6 +208,7 @@ class Reducers:
         self.running.append(run)
         nodes: list[Any] = []
         try:
+            self.on_backward()
             nodes = self._begin(run, outputs, *args, **kw)
             result = self.run_engine(run, outputs, lambda: engine(outputs, *args, **kw))
         except BaseException as error:

@@ -73,6 +73,7 @@ def stores_of_forward(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients 
             value.dtype,
             value.device,
             None if graph_layout is None else graph_layout.places[number],
+            kind.owner,
         )
     if not has_some:
         return None

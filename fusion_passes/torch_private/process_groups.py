@@ -63,6 +63,66 @@ def begin_all_reduce_coalesced(
     return group.allreduce_coalesced(list(tensors), options).wait
 
 
+def begin_all_to_all(
+    group: Any, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int]
+) -> Callable[[], Any]:
+    """Send a part of a flat tensor to each rank, and receive one from each; sizes in elements.
+    Return the function that waits for it."""
+    options = dist.AllToAllOptions()
+    return group.alltoall_base(received, sent, received_sizes, sent_sizes, options).wait
+
+
+def begin_reduce_to_owners(
+    group: Any, memory: Tensor, sizes: Sequence[int], operation: Any
+) -> Callable[[], Any]:
+    """Reduce the r-th part of a flat tensor to rank r, in place, over NCCL; sizes in elements. The
+    other parts are undefined afterwards. Return the function that waits for it."""
+    parts = memory.split(list(sizes))
+    if len(set(sizes)) == 1:
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = operation
+        return group._reduce_scatter_base(parts[group.rank()], memory, options).wait
+
+    def reduce(rank: int) -> None:
+        options = dist.ReduceOptions()
+        options.reduceOp, options.rootRank = operation, rank
+        group.reduce([parts[rank]], options)
+
+    return _together(group, memory.device, reduce, [r for r, size in enumerate(sizes) if size])
+
+
+def begin_broadcasts(
+    group: Any, tensors: Sequence[tuple[int, Tensor]], *, is_grouped: bool
+) -> Callable[[], Any]:
+    """Broadcast tensors, each from a rank, in place; as one NCCL operation if ``is_grouped``.
+    Return the function that waits for all."""
+
+    def broadcast(index: int) -> Any:
+        options = dist.BroadcastOptions()
+        options.rootRank, tensor = tensors[index]
+        return group.broadcast([tensor], options)
+
+    if is_grouped and tensors:
+        return _together(group, tensors[0][1].device, broadcast, range(len(tensors)))
+    works = [broadcast(index) for index in range(len(tensors))]
+
+    def wait() -> None:
+        for work in works:
+            work.wait()
+
+    return wait
+
+
+def _together(
+    group: Any, device: torch.device, launch: Callable[[int], Any], items: Sequence[int]
+) -> Callable[[], Any]:
+    """Launch collectives as one NCCL operation."""
+    group._start_coalescing(device)
+    for item in items:
+        launch(item)
+    return group._end_coalescing(device).wait
+
+
 def all_gather(group: ProcessGroup, tensor: Tensor) -> Tensor:
     """Gather the tensors of all ranks of a group, one behind the other, and wait for that."""
     gathered = tensor.new_empty(group.size() * tensor.numel())

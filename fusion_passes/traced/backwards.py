@@ -287,6 +287,9 @@ def _why_module_untraced(reducer: Reducer, reached: Collection[ParameterNumber])
         FIRST: not reducer.assignment.is_fixed,
         '"auto" still compares layouts': reducer.tuner is not None,
         "a communication hook all-reduces its buckets": not isinstance(communication, AllReduce),
+        "each gradient goes to the rank that owns its parameter": (
+            reducer.module.config.shard_optimizer
+        ),
         "join divides its gradients by the number of ranks that still have inputs": (
             isinstance(communication, AllReduce) and communication.count_ranks is not None
         ),

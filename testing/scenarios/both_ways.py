@@ -115,7 +115,11 @@ def differences(fused: Run, eager: Run, tolerance_eps: float) -> list[str]:
     if len(fused.backwards) != len(eager.backwards):
         return [f"{len(fused.backwards)} backwards instead of {len(eager.backwards)}"]
     stages = [
-        (f"backward {index}, gradient", ours, theirs)
+        (
+            f"backward {index}, gradient",
+            {name: value for name, value in ours.items() if (index, name) not in fused.unknown},
+            {name: value for name, value in theirs.items() if (index, name) not in fused.unknown},
+        )
         for index, (ours, theirs) in enumerate(zip(fused.backwards, eager.backwards, strict=True))
     ]
     stages.append(("in the end,", fused.end, eager.end))
