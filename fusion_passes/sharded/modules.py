@@ -100,8 +100,8 @@ def _why_not_owners(reducer: Reducer, communication: ReduceToOwners) -> str:
         if other is not reducer and not mine.isdisjoint(map(id, other.parameters.trained)):
             return (
                 f"{other.module.label} has the same parameters, and gradients of one module would "
-                "be added to averages of the other. Use one DistributedDataParallel for both, or set "
-                "shard_optimizer = False."
+                "be added to averages of the other. Use one DistributedDataParallel for both, or "
+                "set shard_optimizer = False."
             )
     return ""
 
@@ -122,6 +122,6 @@ def _warn_of_unheld(reducer: Reducer, communication: ReduceToOwners) -> None:
                 f"No optimizer of torch.optim steps parameters of {reducer.queue.name} "
                 f"({named(left)}). With FusionConfig.shard_optimizer = True, only the rank that "
                 "owns a parameter has its gradient: code of yours that changes parameters must "
-                "send them to all ranks. Step them by an optimizer, freeze them before DistributedDataParallel is "
-                "constructed, or set shard_optimizer = False.",
+                "send them to all ranks. Step them by an optimizer, freeze them before "
+                "DistributedDataParallel is constructed, or set shard_optimizer = False.",
             )

@@ -105,8 +105,8 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
                 f"stepped twice {reducer.queue.name}",
                 f"Two optimizers step {reducer.parameters.named(twice)} of {reducer.queue.name} "
                 "between two averages. With FusionConfig.shard_optimizer = True, each of them "
-                "keeps a state, and sends these parameters to all ranks. Give each parameter to one "
-                "optimizer.",
+                "keeps a state, and sends these parameters to all ranks. Give each parameter to "
+                "one optimizer.",
             )
         communication.step = _frame_of_step()
 
