@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_passes.config import ReduceMode
@@ -38,7 +39,6 @@ from fusion_passes.graph.collectives import (
 )
 from fusion_passes.graph.text import graph_text
 from fusion_passes.layout.layout import ParameterNumber, Piece
-from fusion_passes.torch_private import FakeTensorMode
 from fusion_passes.traced.buckets import BucketPlan, BucketsOf, ModuleBuckets, plan_buckets
 from fusion_passes.traced.coalesced import FuseByCoalescing
 from fusion_passes.traced.concat import FuseByConcat

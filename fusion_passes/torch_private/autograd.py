@@ -177,12 +177,6 @@ def below_autograd() -> Any:
     return torch._C._AutoDispatchBelowAutograd()
 
 
-def without_view_tracking() -> Any:
-    """A context in which autograd does not record that a tensor is a view of another."""
-    key = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-    return torch._C._ExcludeDispatchKeyGuard(key)
-
-
 # --- The engine ----------------------------------------------------------------------------------
 
 

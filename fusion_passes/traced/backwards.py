@@ -294,6 +294,7 @@ def _why_module_untraced(reducer: Reducer, reached: Collection[ParameterNumber])
             reducer.used.is_found
         ),
         "it has sparse gradients": any(kind.is_sparse for kind in kinds.values()),
+        "it has complex gradients": any(kind.dtype.is_complex for kind in kinds.values()),
         "delay_all_reduce_named_params delays gradients, which may accumulate several times": any(
             kind.is_delayed for kind in kinds.values()
         ),

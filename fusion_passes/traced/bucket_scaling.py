@@ -65,7 +65,7 @@ def choose_scaling(
         # fp16 has a small range: scale before the sum. Scale others where the division is exact.
         method: ScalingMethod = "store" if reduce_dtype == torch.float16 else "result"
     elif key.divisor == owner.world_size and averages(
-        owner.backend, reduce_dtype.to_real(), owner.world_size, scaling
+        owner.backend, reduce_dtype, owner.world_size, scaling
     ):
         return BucketScaling("collective", "avg")
     else:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fusion_passes.graph.collectives import all_reduce
-from fusion_passes.graph.custom_ops import AS_COMPLEX, PACK, WIDEN
+from fusion_passes.graph.custom_ops import PACK, WIDEN
 from fusion_passes.traced.buckets import TracedBucket
 from fusion_passes.traced.find import GradientReduction
 from fusion_passes.traced.producers import source_of
@@ -39,8 +39,7 @@ class FuseByConcat(GraphPass):
     ``widen`` casts back after the wait.
 
     Each result has the shape and dtype of the reduction that it replaces, and the strides of the
-    parameter, in which compiled autograd accumulates. A complex gradient is packed as its real and
-    imaginary parts, which is how c10d reduces it.
+    parameter, in which compiled autograd accumulates.
 
     Attributes:
         buckets: buckets to fuse, from :func:`fusion_passes.traced.buckets.plan_buckets` for the
@@ -67,8 +66,6 @@ class FuseByConcat(GraphPass):
 
 def _input_of(member: GradientReduction, bucket: TracedBucket) -> tuple[fx.Node, tuple[int, ...]]:
     """The node that is packed for a member, and the strides of its place in the bucket."""
-    if bucket.key.dtype.is_complex or not member.num_bytes:
-        return member.gradient, (*(2 * stride for stride in member.strides), 1)
     is_cast = bucket.reduce_dtype != bucket.key.dtype and bucket.scaling.method != "store"
     source = source_of(member, sent_as=bucket.reduce_dtype if is_cast else None)
     return source.node, source.strides
@@ -79,15 +76,14 @@ def _reduce(
 ) -> list[Tensor]:
     """Pack and reduce a bucket; return the averaged gradients, as views of one buffer."""
     key, scaling = bucket.key, bucket.scaling
-    reals = [torch.view_as_real(g) if key.dtype.is_complex else g for g in gradients]
     # In the order of the layout and without gaps, as the reducers of other ranks have them.
-    offsets = list(itertools.accumulate((real.numel() for real in reals[:-1]), initial=0))
-    filled = [index for index, real in enumerate(reals) if real.numel()]
+    offsets = list(itertools.accumulate((each.numel() for each in gradients[:-1]), initial=0))
+    filled = [index for index, each in enumerate(gradients) if each.numel()]
     reduced = PACK(
-        [reals[index] for index in filled],
+        [gradients[index] for index in filled],
         [offsets[index] for index in filled],
         [stride for index in filled for stride in strides[index]],
-        bucket.reduce_dtype.to_real(),
+        bucket.reduce_dtype,
         scaling.before,
         scaling.method == "bucket",
         label,
@@ -96,21 +92,9 @@ def _reduce(
     if bucket.reduce_dtype != key.dtype:
         reduced = WIDEN(reduced, key.dtype, scaling.after)
     return [
-        _view(member, reduced, offset) if member.num_bytes else _empty(gradient)
+        reduced.as_strided(member.wait.meta["val"].shape, member.strides, offset)
+        if member.num_bytes
+        # An empty view of the buffer would come back with other strides.
+        else gradient.clone(memory_format=torch.contiguous_format)
         for member, offset, gradient in zip(bucket.members, offsets, gradients, strict=True)
     ]
-
-
-def _view(member: GradientReduction, reduced: Tensor, offset: int) -> Tensor:
-    shape = member.wait.meta["val"].shape
-    if not member.key.dtype.is_complex:
-        return reduced.as_strided(shape, member.strides, offset)
-    strides = (*(2 * stride for stride in member.strides), 1)
-    view: Tensor = AS_COMPLEX(reduced.as_strided((*shape, 2), strides, offset))
-    return view
-
-
-def _empty(gradient: Tensor) -> Tensor:
-    """The result for a gradient without elements: there is nothing to send, and an empty view of
-    the buffer would come back with other strides."""
-    return gradient.clone(memory_format=torch.contiguous_format)

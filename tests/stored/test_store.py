@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_passes.graph.text import graph_text
@@ -17,7 +18,6 @@ from fusion_passes.layout.caps import BucketCaps
 from fusion_passes.layout.layout import InputPosition
 from fusion_passes.stored.pieces import StoredInput
 from fusion_passes.stored.store import StoreGradients
-from fusion_passes.torch_private import FakeTensorMode
 
 CPU = torch.device("cpu")
 LARGE = BucketCaps(2**20, 2**20)

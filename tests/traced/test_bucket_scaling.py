@@ -125,7 +125,6 @@ def test_nothing_else_depends_on_the_number_of_ranks(ranks: int) -> None:
         (NCCL, {"dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}, "store"),
         (NCCL, {"reduce_dtype": torch.bfloat16}, "result"),
         (NCCL, {}, "collective"),
-        (NCCL, {"dtype": torch.complex64}, "collective"),
         (GLOO, {"dtype": torch.bfloat16}, "collective"),
     ],
 )

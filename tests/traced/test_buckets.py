@@ -125,7 +125,7 @@ def _overwritten(x, grad):
         (_of_two_kinds, ONE, [[0, 1]], "bucket of DDP0 differ in dtype, device or divisor"),
         (_from_an_average, ONE, [[0, 1]], "depends on another gradient that is already averaged"),
         (_beside_a_collective, ONE, [[0, 1]], "a collective of its own on the same process group"),
-        (_read_before_its_wait, ONE, [[0, 1]], "of b cannot be fused: .* op is max, not sum"),
+        (_read_before_its_wait, ONE, [[0, 1]], "of b cannot be fused: .* reduce op is max"),
         (_overwritten, ONE * 2, [[0, 1]], "the gradient of a before the launch of its bucket"),
         (_some, [tensor(0)], [[0, 1]], "all gradients in a bucket of DDP0 are empty"),
     ],
