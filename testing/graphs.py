@@ -52,7 +52,6 @@ from fusion_passes.traced.owners import DdpGroups, Owner, OwnerOf
 from fusion_passes.traced.pin import PinOrder
 from fusion_passes.traced.pipeline import run_pipeline
 from fusion_passes.traced.place import PlaceReductions
-from fusion_passes.traced.placement import plan_placement
 from fusion_passes.traced.verify import GraphFacts, graph_facts, verify
 from testing.fake_world import fake_world
 
@@ -227,7 +226,7 @@ def coalesced(cap: int = 1 << 40, **options: Any) -> RewriteFor:
 
 
 def place() -> RewriteFor:
-    return lambda graph: PlaceReductions(plan_placement(graph, groups_of(graph)))
+    return lambda graph: PlaceReductions(groups_of(graph))
 
 
 def pin() -> RewriteFor:

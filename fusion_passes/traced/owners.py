@@ -73,6 +73,10 @@ class DdpGroups:
         name = group_name_of(node) if is_launch(node) else None
         return self.owners.get(name) if name is not None else None
 
+    def launches_in(self, graph: fx.Graph) -> list[fx.Node]:
+        """The launches of DDP's collectives, in graph order."""
+        return [node for node in graph.nodes if self.owner_of(node) is not None]
+
     def queue_of(self, launch: fx.Node) -> str:
         """The name of the process group on whose queue a launch is put. For a collective that is
         not DDP's, that is its group name in the graph."""
