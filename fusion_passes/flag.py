@@ -19,20 +19,6 @@ from fusion_passes.torch_private.older_torch import PlainEntry, has_plain_entrie
 FLAG: Final = "ddp_fusion"
 
 
-class _FlagType(type):
-    """Metaclass of the flag's value type. ``torch.compile`` checks an option with ``isinstance``
-    alone, so ``__instancecheck__`` refuses a wrong ``options={"ddp_fusion": ...}`` before anything
-    runs."""
-
-    def __instancecheck__(cls, value: object) -> bool:
-        parse_flag(value, f'torch.compile(options={{"{FLAG}": ...}})')
-        return True
-
-
-class _FlagValue(metaclass=_FlagType):
-    pass
-
-
 class _FlagVariable:
     """Holds the user's value of the flag in place of the config entry's ``ContextVar``, checks each
     new value and acts on it. A thread that has not set the flag sees the value that any thread has
@@ -88,7 +74,7 @@ def add_flag(on_change: Callable[[], None], on_option: Callable[[], None]) -> No
     if FLAG in entries:
         return
     default = parse_environment(os.environ.get(ENVIRONMENT_VARIABLE))
-    definition = ConfigDefinition[Any](default=None, value_type=_FlagValue)
+    definition = ConfigDefinition[Any](default=None, value_type=object)
     if has_plain_entries():
         entry: ConfigEntry = PlainEntry(definition, _flag_variable)
     else:

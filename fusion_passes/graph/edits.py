@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, fx
 
 from fusion_passes.graph.families import RESHAPE, TRACED_RESHAPES
-from fusion_passes.torch_private.autograd import below_autograd
 from fusion_passes.torch_private.inductor import control_deps, make_subgraph
 from fusion_passes.torch_private.older_torch import first_of_list
 
@@ -42,8 +41,7 @@ def record(
         by_source = dict(zip(sources, tensors, strict=True))
         return function([by_source[source] for source in inputs])
 
-    with below_autograd():
-        *recorded, output = make_fx(of_sources)(values).graph.nodes
+    *recorded, output = make_fx(of_sources)(values).graph.nodes
     known = dict(zip(recorded, sources, strict=False))  # First come the placeholders.
     for node in recorded[len(sources) :]:
         args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)

@@ -54,8 +54,7 @@ class FuseByCoalescing(GraphPass):
         return before.with_buckets(self.buckets)
 
     def _replacement_for(self, _: int, bucket: TracedBucket) -> Replacement:
-        gradients = tuple(member.gradient for member in bucket.members)
-        return Replacement(gradients, functools.partial(_reduce, bucket))
+        return [member.gradient for member in bucket.members], functools.partial(_reduce, bucket)
 
 
 def _reduce(bucket: TracedBucket, gradients: list[Tensor]) -> list[Tensor]:

@@ -12,7 +12,6 @@ from torch import Tensor, fx
 from fusion_passes.graph.collectives import all_reduce
 from fusion_passes.graph.custom_ops import PACK, WIDEN
 from fusion_passes.traced.buckets import TracedBucket
-from fusion_passes.traced.find import GradientReduction
 from fusion_passes.traced.producers import source_of
 from fusion_passes.traced.rewrite import Replacement, replace_buckets
 from fusion_passes.traced.verify import GraphFacts, GraphPass
@@ -57,18 +56,11 @@ class FuseByConcat(GraphPass):
         return before.with_buckets(self.buckets)
 
     def _replacement_for(self, index: int, bucket: TracedBucket) -> Replacement:
-        inputs = tuple(_input_of(member, bucket) for member in bucket.members)
-        nodes = tuple(node for node, _ in inputs)
-        strides = [strides for _, strides in inputs]
-        label = f"{self.label}:{index}"
-        return Replacement(nodes, functools.partial(_reduce, bucket, strides, label))
-
-
-def _input_of(member: GradientReduction, bucket: TracedBucket) -> tuple[fx.Node, tuple[int, ...]]:
-    """The node that is packed for a member, and the strides of its place in the bucket."""
-    is_cast = bucket.reduce_dtype != bucket.key.dtype and bucket.scaling.method != "store"
-    source = source_of(member, sent_as=bucket.reduce_dtype if is_cast else None)
-    return source.node, source.strides
+        is_cast = bucket.reduce_dtype != bucket.key.dtype and bucket.scaling.method != "store"
+        sent_as = bucket.reduce_dtype if is_cast else None
+        sources = [source_of(member, sent_as) for member in bucket.members]
+        strides, label = [source.strides for source in sources], f"{self.label}:{index}"
+        return [s.node for s in sources], functools.partial(_reduce, bucket, strides, label)
 
 
 def _reduce(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -15,18 +15,10 @@ from fusion_passes.traced.buckets import TracedBucket
 from fusion_passes.traced.dependencies import reorder
 from fusion_passes.traced.find import GradientReduction
 
-
-@dataclass(frozen=True)
-class Replacement:
-    """The tensor code that takes the place of a bucket's reductions.
-
-    Attributes:
-        inputs: one node per member: its gradient, or a node that the gradient is a view or cast of.
-        function: tensor code that takes the inputs' values and returns the reduced gradients.
-    """
-
-    inputs: tuple[fx.Node, ...]
-    function: Callable[[list[Tensor]], list[Tensor]]
+Replacement: TypeAlias = tuple[Sequence[fx.Node], Callable[[list[Tensor]], list[Tensor]]]
+"""What takes the place of a bucket's reductions: a node for each member (its gradient, or a node
+that the gradient is a view or cast of), and tensor code that takes the values of these nodes and
+returns the reduced gradients."""
 
 
 def replace_buckets(
@@ -43,8 +35,8 @@ def replace_buckets(
     """
     replacements: dict[fx.Node, fx.Node] = {}
     for index, bucket in enumerate(buckets):
-        replacement = replacement_for(index, bucket)
-        results = record(bucket.ready.start, replacement.function, replacement.inputs)
+        inputs, function = replacement_for(index, bucket)
+        results = record(bucket.ready.start, function, inputs)
         replacements |= zip((member.wait for member in bucket.members), results, strict=True)
     replace_uses(replacements)
     for bucket in buckets:
