@@ -1,5 +1,5 @@
-"""Groups the gradient reductions of a traced backward into the buckets of their modules' layouts.
-Pure: reads the graph, changes nothing.
+"""Groups the gradient reductions of a traced backward into the buckets of their modules' layouts,
+and decides where each bucket is scaled. Pure: reads the graph, changes nothing.
 
 Other ranks may have traced another graph, or none. They launch the buckets of the same layouts, in
 the same order. A graph therefore launches all of these buckets, or it cannot be run.
@@ -11,6 +11,7 @@ import bisect
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from torch import fx
@@ -20,8 +21,7 @@ from fusion_passes.graph.collectives import group_name_of
 from fusion_passes.graph.families import stores_unscaled
 from fusion_passes.graph.text import dtype_name
 from fusion_passes.layout.layout import Piece
-from fusion_passes.reducer.scaling import sent_dtype
-from fusion_passes.traced.bucket_scaling import BucketScaling, choose_scaling
+from fusion_passes.reducer.scaling import averages, sent_dtype
 from fusion_passes.traced.dependencies import dependents, write_positions
 from fusion_passes.traced.find import (
     FoundReductions,
@@ -29,8 +29,45 @@ from fusion_passes.traced.find import (
     ReductionKey,
     Rejection,
 )
+from fusion_passes.traced.owners import Owner
 from fusion_passes.traced.placement import Placement
 from fusion_passes.traced.producers import source_of
+
+ScalingMethod: TypeAlias = Literal["none", "collective", "store", "bucket", "result"]
+"""Where the gradients of a bucket are scaled.
+
+* ``"none"``: nowhere, since there is nothing to scale by.
+* ``"collective"``: in the collective, which averages.
+* ``"store"``: in the kernels that store the gradients in the bucket.
+* ``"bucket"``: in one pass over the bucket, before the launch.
+* ``"result"``: in the kernel that casts the result back, after the wait.
+"""
+
+
+@dataclass(frozen=True)
+class BucketScaling:
+    """Where a bucket is scaled, and by what.
+
+    Attributes:
+        method: see :data:`ScalingMethod`.
+        reduce_op: reduce op of the collective: ``"sum"`` or ``"avg"``.
+        divisor: number that the gradients are divided by outside of the collective.
+    """
+
+    method: ScalingMethod
+    reduce_op: str
+    divisor: float = 1.0
+
+    @property
+    def before(self) -> float:
+        """The number that gradients are divided by before the launch: as stored, or in the
+        bucket."""
+        return 1.0 if self.method == "result" else self.divisor
+
+    @property
+    def after(self) -> float:
+        """The number that results are divided by after the wait."""
+        return self.divisor if self.method == "result" else 1.0
 
 
 class CannotLaunchError(Exception):
@@ -197,3 +234,27 @@ def _check_writes(graph: fx.Graph, buckets: Sequence[TracedBucket]) -> None:
                     f"the graph overwrites the gradient of {member.owner.parameter} before the "
                     "launch of its bucket"
                 )
+
+
+def choose_scaling(
+    key: ReductionKey,
+    owner: Owner,
+    *,
+    reduce_dtype: torch.dtype,
+    scaling: ScalingOption,
+    folds: bool,
+) -> BucketScaling:
+    """Where a bucket with this ``key`` is scaled: where a reducer scales it, because other ranks
+    rely on that. With ``folds``, each gradient is stored by a kernel that can scale it."""
+    if key.divisor == 1:
+        return BucketScaling("none", "sum")
+    if reduce_dtype != key.dtype:
+        # fp16 has a small range: scale before the sum. Scale others where the division is exact.
+        method: ScalingMethod = "store" if reduce_dtype == torch.float16 else "result"
+    elif key.divisor == owner.world_size and averages(
+        owner.backend, reduce_dtype, owner.world_size, scaling
+    ):
+        return BucketScaling("collective", "avg")
+    else:
+        method = "store" if folds else "bucket"
+    return BucketScaling(method, "sum", float(key.divisor))

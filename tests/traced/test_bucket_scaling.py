@@ -11,7 +11,7 @@ import torch
 from fusion_passes.config import ScalingOption
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.scaling import averages
-from fusion_passes.traced.bucket_scaling import BucketScaling
+from fusion_passes.traced.buckets import BucketScaling
 from testing import graphs
 from testing.graphs import plan_of, reduce, tensor, trace
 
