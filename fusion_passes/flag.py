@@ -9,7 +9,6 @@ from contextvars import ContextVar, Token
 from typing import Any, Final
 
 from fusion_passes.config import ENVIRONMENT_VARIABLE, FusionConfig, parse_environment, parse_flag
-from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import UNSET, ConfigDefinition, ConfigEntry, inductor_config
 from fusion_passes.torch_private.autograd import backward_id
 from fusion_passes.torch_private.dynamo import is_compiling_graph
@@ -55,11 +54,8 @@ class _FlagVariable:
             self.on_change()
 
 
-_flag_variable: Final = process_state.keep(
-    _FlagVariable(),
-    "what the user has set the flag to",
-    Lifetime.PROCESS,
-)
+_flag_variable: Final = _FlagVariable()
+"""What the user has set the flag to."""
 
 
 def add_flag(on_change: Callable[[], None], on_option: Callable[[], None]) -> None:

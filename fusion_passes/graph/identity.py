@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from pathlib import Path
 
-from fusion_passes.state import process_state
 from fusion_passes.torch_private.inductor import donates_buffers
 from fusion_passes.version import __version__
 
@@ -18,7 +18,7 @@ def pass_identity(*read: object) -> str:
     return hashlib.sha256(repr(state).encode()).hexdigest()
 
 
-@process_state.once("a hash of the package's code")
+@functools.cache
 def source_hash() -> str:
     """The hash of all Python files of the package."""
     files = sorted(Path(__file__).parent.parent.rglob("*.py"))

@@ -20,7 +20,6 @@ from fusion_passes.install.constructor import construct, enter_forward
 from fusion_passes.reducer.backward import RunningBackward, reducers, register_on_node
 from fusion_passes.reporting.backward_counts import backward_counts
 from fusion_passes.reporting.modules import report_when_freed
-from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import inductor_config, owner_of_name
 from fusion_passes.torch_private.autograd import HOOKS_ON_NODES
 from fusion_passes.torch_private.inductor import WITHOUT_TORCHS_FUSION
@@ -35,12 +34,9 @@ from fusion_passes.warnings import (
 
 _DDP: Final = "torch.nn.parallel.DistributedDataParallel"
 
-replaced: Final = process_state.keep(
-    dict[str, object](),
-    "functions of torch that were replaced, by name; they are restored once the flag is unset and "
-    "no managed module is left",
-    Lifetime.PROCESS,
-)
+replaced: Final = dict[str, object]()
+"""Functions of torch that were replaced, by name; they are restored once the flag is unset and no
+managed module is left."""
 
 
 def install_flag() -> None:
@@ -156,8 +152,5 @@ def _wrap(undo: contextlib.ExitStack, what: str, replacement: Callable[..., Any]
     undo.callback(restore)
 
 
-_installation: Final = process_state.keep(
-    _Installation(),
-    "how to undo what is changed in torch",
-    Lifetime.PROCESS,
-)
+_installation: Final = _Installation()
+"""How to undo what is changed in torch."""

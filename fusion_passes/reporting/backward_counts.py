@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from fusion_passes.reporting.records import BackwardReport, ReducedIn
-from fusion_passes.state import Lifetime, process_state
 
 
 @dataclass
@@ -36,8 +35,5 @@ class BackwardCounts:
         )
 
 
-backward_counts: Final = process_state.keep(
-    BackwardCounts(),
-    "how many backwards were reduced in each way, and who is called after one",
-    Lifetime.PROCESS,
-)
+backward_counts: Final = BackwardCounts()
+"""How many backwards were reduced in each way, and who is called after one."""

@@ -12,14 +12,10 @@ from fusion_passes.reducer.communication import AllReduce, HookCall, name_of_hoo
 from fusion_passes.reducer.launch_queue import bucket_name
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.reporting.records import BucketReport, ModuleReport
-from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.process_groups import backend_name
 
-_gone: Final = process_state.keep(
-    list[ModuleReport](),
-    "what was done for modules that were freed since the last one was constructed",
-    Lifetime.PROCESS,
-)
+_gone: Final = list[ModuleReport]()
+"""What was done for modules that were freed since the last one was constructed."""
 
 
 def module_reports() -> tuple[ModuleReport, ...]:

@@ -25,7 +25,6 @@ from fusion_passes.reporting.backward_counts import backward_counts
 from fusion_passes.reporting.modules import module_reports
 from fusion_passes.reporting.spans import Event, RankTimeline, lane_of, timeline_of
 from fusion_passes.reporting.timeline import RankSteps, Timeline
-from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.profiling import (
     PREFIX,
     is_profiling,
@@ -152,9 +151,8 @@ def _rounds() -> int:
     return sum(reducer.steps for reducer in reducers.alive())
 
 
-last_recording: Final = process_state.keep(
-    list[Recording](), "the recording that was begun last, if any", Lifetime.PROCESS
-)
+last_recording: Final = list[Recording]()
+"""The recording that was begun last, if any."""
 
 
 def record_steps(steps: int = 3, *, plain_steps: int = 3, gather: bool = True) -> Recording:

@@ -32,7 +32,6 @@ from fusion_passes.reducer.backward import RunningBackward, reducers
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.reducer.walk import Walker
-from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.dynamo import (
     clear_backward_cache,
     in_one_graph,
@@ -133,11 +132,8 @@ class TracedModules:
         return repr([*map(self.owner_of, numbers), *(self.buckets_of(name) for name, _ in known)])
 
 
-traced_modules: Final = process_state.keep(
-    TracedModules(),
-    "the modules whose gradients graphs reduce, by the names that these have for their groups",
-    Lifetime.MODULE,
-)
+traced_modules: Final = TracedModules()
+"""The modules whose gradients graphs reduce, by the names that these have for their groups."""
 
 
 # --- Which backwards are traced ------------------------------------------------------------------
@@ -337,8 +333,5 @@ def _in_a_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text.removeprefix('Explanation: ')[:240]}"
 
 
-traced_backwards: Final = process_state.keep(
-    TracedBackwards(),
-    "which backward is being traced, and how those before were compiled",
-    Lifetime.PROCESS,
-)
+traced_backwards: Final = TracedBackwards()
+"""Which backward is being traced, and how those before were compiled."""

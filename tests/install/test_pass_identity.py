@@ -123,7 +123,7 @@ def test_all_code_is_in_the_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     package = Path(fusion_passes.__file__).parent
     copy = shutil.copytree(package, tmp_path / package.name)
     monkeypatch.setattr(identities_of_passes, "__file__", str(copy / "graph" / "identity.py"))
-    compute: Any = identities_of_passes.source_hash.__wrapped__  # type: ignore[attr-defined]
+    compute: Any = identities_of_passes.source_hash.__wrapped__
     assert compute() == identities_of_passes.source_hash()
     with (copy / "stored" / "lowering.py").open("a") as file:
         file.write("# Code.")
