@@ -11,27 +11,12 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import fx
 
 from fusion_passes.torch_private import ConfigDefinition, ConfigEntry, CustomGraphPass
-
-NEEDED_UP_TO: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "PlainEntry": "2.11",
-        "has_plain_entries": "2.11",
-        "PassChain": "2.12",
-        "takes_one_pass": "2.12",
-        "keeps_strides_of_lists": "2.12",
-        "first_of_list": "2.12",
-    }
-)
-"""The newest torch that needs each of the names in this file."""
-
 
 # --- The flag ------------------------------------------------------------------------------------
 

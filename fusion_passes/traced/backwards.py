@@ -61,7 +61,6 @@ class TracedModules:
     second module on process group ``0``, and ``0/ddp1#5`` for the gradient of its parameter 5."""
 
     _reducers: dict[str, weakref.ref[Reducer]] = field(default_factory=dict)
-    _has_forgotten: bool = False
 
     def note(self, name: str, reducer: Reducer) -> None:
         """Register a module's group names for its process group, as long as its reducer is
@@ -72,11 +71,9 @@ class TracedModules:
         names = [name, *(f"{name}#{number}" for number in reducer.parameters.numbers)]
         if known is not None:
             self._forget(name, known, names)
-        if self._has_forgotten:
-            # Compiled autograd caches graphs by their autograd nodes and the names in their hooks:
-            # another module may get a forgotten name, on a process group that was created anew.
-            clear_backward_cache()
-            self._has_forgotten = False
+        # Compiled autograd caches graphs by their autograd nodes and the names in their hooks, and
+        # an earlier module may have had these names, on a process group that was destroyed.
+        clear_backward_cache()
         reference = self._reducers[name] = weakref.ref(reducer)
         for each in names:
             register_process_group(each, reducer.group)
@@ -86,7 +83,6 @@ class TracedModules:
         if self._reducers.get(name) is not reference:
             return  # Another reducer has the name now.
         del self._reducers[name]
-        self._has_forgotten = True
         if torch.distributed.is_initialized():  # Otherwise destroying the groups removed them.
             for each in names:
                 unregister_process_group(each)
