@@ -27,9 +27,9 @@ from fusion_passes.reporting.spans import Event, RankTimeline, lane_of, timeline
 from fusion_passes.reporting.timeline import RankSteps, Timeline
 from fusion_passes.torch_private.profiling import (
     PREFIX,
+    compile_seconds,
     is_profiling,
     recorded_events,
-    seconds_by_name,
 )
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Recording:
         self._rounds = _rounds()
         self._last_ns = 0
         self._plain: list[tuple[float, bool]] = []
-        self._compile_s = _compile_s()
+        self._compile_s = compile_seconds()
         self._ends: list[int] = []
         self._profiler: profile | None = None
 
@@ -80,7 +80,7 @@ class Recording:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         now = time.time_ns()
-        compile_s = _compile_s()
+        compile_s = compile_seconds()
         if self._profiler is not None:
             self._ends.append(now)
             if len(self._ends) > self._wanted:
@@ -139,11 +139,6 @@ class Recording:
             self._profiler = None
         self.problem = problem
         backward_counts.after = None
-
-
-def _compile_s() -> float:
-    """A sum of torch's compile times, which grows whenever anything is compiled."""
-    return sum(seconds_by_name().values())
 
 
 def _rounds() -> int:

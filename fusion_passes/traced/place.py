@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from torch import fx
 
-from fusion_passes.graph.collectives import is_launch
+from fusion_passes.graph.collectives import issue_order
 from fusion_passes.graph.custom_ops import PACK
 from fusion_passes.graph.families import CASTS, DIVISIONS, DIVISIONS_OF_LISTS, RELAYOUTS, VIEWS
 from fusion_passes.traced.dependencies import SortKey, reorder
@@ -56,7 +55,7 @@ class PlaceReductions(GraphPass):
             if node.users:  # Right before the first use by any other node.
                 places = (keys[u] if u in late else (keys[u][0] - 0.5,) for u in node.users)
                 keys[node] = min(places)
-        return bool(launches) and reorder(graph, keys, _queues(nodes, self.groups))
+        return bool(launches) and reorder(graph, keys, issue_order(nodes, self.groups.queue_of))
 
 
 def _launch_early(start: fx.Node, keys: dict[fx.Node, SortKey], index: dict[fx.Node, int]) -> None:
@@ -85,13 +84,3 @@ def _packs(node: fx.Node) -> bool:
     return node.target in _PACKING_ALL or (
         node.target in _PACKING and len(node.all_input_nodes) == 1
     )
-
-
-def _queues(nodes: Sequence[fx.Node], groups: DdpGroups) -> list[list[fx.Node]]:
-    """The launches of each process group, in graph order. A process group has one queue, and all of
-    its ranks must fill the queue in the same order."""
-    queues: dict[str, list[fx.Node]] = {}
-    for node in nodes:
-        if is_launch(node):
-            queues.setdefault(groups.queue_of(node), []).append(node)
-    return list(queues.values())

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, fx
 
-from fusion_passes.graph.collectives import is_launch, issue_order
+from fusion_passes.graph.collectives import issue_order
 from fusion_passes.graph.edits import erase, record, replace_uses
 from fusion_passes.graph.families import CAST
 from fusion_passes.traced.buckets import TracedBucket
@@ -44,7 +44,7 @@ def replace_buckets(
             _erase_reduction(member)
     if buckets:
         keys = {node: (index,) for index, node in enumerate(graph.nodes)}
-        reorder(graph, keys, issue_order(filter(is_launch, graph.nodes)))
+        reorder(graph, keys, issue_order(graph.nodes))
     return bool(buckets)
 
 
