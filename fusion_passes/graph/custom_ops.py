@@ -152,15 +152,12 @@ def _of_own_memory(maker: OpOverload, name: str) -> Any:
     """Define an operator with the signature of ``maker``, an operator that makes a sparse tensor.
     The result of the new operator has copies of the indices and values."""
     _, begin, signature = str(schema(maker)).partition("(")
-    _library.define(f"{name}{begin}{signature}")
 
     def make(*args: Any, **kwargs: Any) -> Tensor:
         made: Tensor = maker(*args, **kwargs)
         return made.clone()
 
-    _library.impl(name, make, "CompositeExplicitAutograd")
-    register_fake(_library, name, maker)
-    return getattr(torch.ops.fusion_passes, name).default
+    return define(name, begin + signature, make, fake=maker)
 
 
 _NAMES: Final = ("sparse_rows", "sparse_rows_of_bag")
