@@ -65,9 +65,9 @@ def warn_stays_local(reducer: Reducer) -> None:
     # refuses with find_unused_parameters=True.
     alike = "eager DDP, if that raises no error" if reducer.used.is_found else "eager DDP"
     warn_once(
-        f"local gradients of {reducer.name}",
-        f"The gradients of a backward of {reducer.name} are not all-reduced, as with {alike}: its "
-        "forward ran under no_sync, already had a backward, or did not go through the "
+        f"local gradients of {reducer.queue.name}",
+        f"Gradients of a backward of {reducer.queue.name} are not all-reduced, as with {alike}: "
+        "its forward ran under no_sync, already had a backward, or did not go through the "
         "DistributedDataParallel module. Call that module before each backward whose gradients are "
         "to be averaged.",
     )
@@ -78,9 +78,9 @@ def warn_rounded(reducer: Reducer) -> None:
     gradients had when the module was constructed."""
     names = [repr(reducer.parameters.names[number]) for number in sorted(reducer.memory.rounded)]
     warn_once(
-        f"rounded {reducer.name}",
-        f"Gradients of {reducer.name} ({named(names)}) are rounded before they are averaged: they "
-        "have a wider dtype than their buckets, whose dtypes were fixed when "
+        f"rounded {reducer.queue.name}",
+        f"Gradients of {reducer.queue.name} ({named(names)}) are rounded before they are averaged: "
+        "they have a wider dtype than their buckets, whose dtypes were fixed when "
         "DistributedDataParallel was constructed. Convert the module, or set grad_dtype, before "
         "you construct it.",
     )
@@ -99,7 +99,7 @@ def warn_not_reduced(unmanaged: Iterable[Tensor]) -> None:
         return
     _looked_at.update((leaf, reducers.version) for leaf in parameters)
     for reducer in reducers.alive():
-        ddp = reducer.ddp
+        ddp = reducer.module.ddp
         if ddp is None:
             continue
         names = [
@@ -109,8 +109,8 @@ def warn_not_reduced(unmanaged: Iterable[Tensor]) -> None:
         ]
         if names:
             warn_once(
-                f"not reduced {reducer.name}",
-                f"Gradients of {reducer.name} ({named(names)}) "
+                f"not reduced {reducer.queue.name}",
+                f"Gradients of {reducer.queue.name} ({named(names)}) "
                 "are not all-reduced, as with eager DDP: DistributedDataParallel was constructed "
                 "before these parameters were created or required a gradient. Construct it after "
                 "the last change to the model.",

@@ -1,5 +1,5 @@
-"""A process group of any size in one process, for tests that read graphs and generated code but no
-numbers."""
+"""Process groups in a single process: a fake one of any size, for tests that read graphs and
+generated code but no numbers, and one over Gloo."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 @contextlib.contextmanager
 def fake_world(world_size: int = 2, rank: int = 0, *, has_kernels: bool = False) -> Iterator[None]:
-    """Default process group whose collectives return at once and change nothing. Generated kernels
-    compute nothing either, unless ``has_kernels``: see :func:`without_kernels`."""
+    """Create a default process group whose collectives return immediately and change nothing.
+    Unless ``has_kernels``, generated kernels do nothing either (see :func:`without_kernels`)."""
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         with contextlib.nullcontext() if has_kernels else without_kernels():
@@ -28,10 +28,10 @@ def fake_world(world_size: int = 2, rank: int = 0, *, has_kernels: bool = False)
 
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
-    """Compile no C++: kernels that generated code calls do nothing.
+    """Replace compiled C++ kernels by functions that do nothing.
 
-    The C++ compiler takes most of the time of a test that only reads a graph and its code. Code
-    that was loaded meanwhile is dropped at the end, so that no other test runs it.
+    The C++ compiler takes most of the time of a test that only reads a graph and its code. The code
+    that was loaded in the block is dropped at its end, so that no other test runs it.
     """
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codecache import PyCodeCache
@@ -52,15 +52,15 @@ _last_ended: Final[list[dist.ProcessGroup]] = []
 
 @contextlib.contextmanager
 def one_rank() -> Iterator[None]:
-    """Default process group of this process alone, over Gloo, which averages.
+    """Create a default process group over Gloo that contains only this process.
 
     The group is freed when the next one ends. Freeing a group waits for Gloo's threads while it
-    holds the GIL. It never returns if one of the threads is about to drop its last collective,
-    which happens right after eager DDP's last backward (docs/decisions.md).
+    holds the GIL, which deadlocks if one of these threads is about to free its last collective, as
+    right after eager DDP's last backward (docs/decisions.md).
     """
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     group = dist.group.WORLD
-    assert group is not None, "it was just made"
+    assert group is not None, "it was just created"
     try:
         yield
     finally:
@@ -69,6 +69,6 @@ def one_rank() -> Iterator[None]:
 
 
 def two_layers(width: int = 4) -> nn.Sequential:
-    """Two linear layers with four gradients: the smallest module with an interesting fusion."""
+    """Two linear layers: the smallest module with several gradients to fuse."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))

@@ -1,4 +1,4 @@
-"""Lets a test, a job or a training begin as in a new process."""
+"""Resets the package, so that a test, a job or a training starts as in a new process."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from testing.state import GLOBALS, Lifetime, value_of
 
 
 def forget() -> None:
-    """Set the package's state back to what it was after import, undo what the flag and modules have
-    changed in torch, and forget what was compiled. Modules that still exist average no gradients
-    any more. State of a process group is kept, because the group's store has it too, and so is the
-    record of actions that a process takes once."""
+    """Reset the package's state to that after import, undo the changes of the flag and of managed
+    modules in torch, and reset Dynamo. Managed modules that still exist are no longer averaged.
+    Entries about a process group are kept, because the group's store has their counterparts, and so
+    are the results of functions that run once in a process."""
     import torch._dynamo
 
     from fusion_passes.reducer.backward import reducers
@@ -31,10 +31,10 @@ def forget() -> None:
             value.clear()
         elif type(value).__module__.startswith("fusion_passes."):
             renew(value)
-    clear_backward_cache()  # Its graphs are known by names that modules get anew.
+    clear_backward_cache()  # Its keys contain names of modules, which are given again.
 
 
 def renew(value: Any) -> None:
-    """Set the attributes of an object back, but for the functions that it was given to call."""
+    """Reset the attributes of an object to those of a new one, except callbacks."""
     fresh = vars(type(value)())
     vars(value).update({name: new for name, new in fresh.items() if not callable(new)})

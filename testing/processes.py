@@ -1,15 +1,15 @@
-"""Processes, one a rank, that are asked together over pipes until one of them cannot answer; and a
-pool of such, which runs functions over Gloo.
+"""Runs functions on ranks: one process per rank, which receives requests over a pipe and sends its
+results back.
 
-A :class:`RankPool` keeps its processes from job to job, and all are forked from one that has
-imported torch and Inductor, because that takes a process several seconds. What one job could leave
-to the next is undone between them: each job has a process group of its own, starts from a reset
-Dynamo, a package that has forgotten all, and a fixed seed, and fails if it leaves torch's
-configuration changed. A job that fails or hangs costs the pool its processes: the next job gets new
-ones.
+:func:`ask` sends one request to several ranks and collects their results. :class:`RankPool` keeps
+ranks alive from job to job, and runs each job in a Gloo process group. It forks all ranks from one
+process that has imported torch and Inductor, because these imports take several seconds. Jobs are
+isolated from each other: each job has its own process group, starts with a reset Dynamo, a reset
+package and a fixed seed, and fails if it leaves torch's configuration changed. If a job fails or
+hangs, the pool kills its ranks, and the next job gets new ones.
 
-A rank is a session of its own: what ends it ends the compilers that it started. It ends itself when
-its parent closes the connection, or is gone.
+Each rank leads a session, so that killing the session also kills the compilers that the rank
+started. A rank kills its session when its parent closes the pipe or ends.
 """
 
 from __future__ import annotations
@@ -48,45 +48,46 @@ from unittest import mock
 from testing.fresh import forget
 from testing.sessions import kill_session, last_words, wait_for
 
-# Torch is imported in functions only: who asks for ranks need not have it.
+# Torch is imported inside functions: a process that only sends requests does not need it.
 
 JOB_SECONDS = 240.0
-"""For one job: a cold compile takes up to 90 s on two busy cores, and a job has a few."""
+"""Time limit of a job: a cold compile takes up to 90 s on two busy cores, and a job has several."""
 
 GRACE_SECONDS = 2.0
-"""How long the other ranks may take to fail too, once one has: their tracebacks help."""
+"""Time that the other ranks have to fail as well after the first rank failed, so that their
+tracebacks are reported too."""
 
 LAST_WORDS = 8000
-"""Characters of what a rank has written to stderr that are shown when it has no result."""
+"""Number of characters of a rank's stderr, counted from its end, that an error contains."""
 
 COLLECTED_AFTER = (50_000, 20, 100)
-"""For ``gc.set_threshold``: a compile makes objects by the hundred thousand, which mostly stay, and
-looks for garbage among them for a tenth of its time with Python's own thresholds."""
+"""Arguments of ``gc.set_threshold``. A compile creates hundreds of thousands of objects, most of
+which stay alive. With Python's default thresholds, garbage collection takes a tenth of its time."""
 
 PRELOADED = (
     "torch._dynamo.compiled_autograd",
     "torch._inductor.compile_fx",
-    # What the first compile of a process imports and takes longest, with torch 2.13.
+    # The slowest imports of the first compile in a process, with torch 2.13.
     "sympy.physics.units",
     "torch.distributed.tensor.experimental._attention",
     "torch.utils.cpp_extension",
 )
-"""What is imported before ranks are forked, with all of torch: modules that start no thread. The
-package itself is not among them, nor what tests import."""
+"""Modules that are imported, with all of torch, before ranks are forked. None of them starts a
+thread. The package itself and the imports of tests are not included."""
 
 
 def fork_server_pid() -> int | None:
-    """The process that ranks are forked from, once there is one."""
+    """Process id of the fork server; ``None`` until it has started."""
     pid: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     return pid
 
 
 class RankError(RuntimeError):
-    """Ranks cannot answer.
+    """Some ranks have no result.
 
     Attributes:
-        failures: what is known of each rank that has no result, by its number; in the order in
-            which it became known. The first line says it in short.
+        failures: the failure of each rank without a result, by rank, in the order in which the
+            failures were noticed. The first line of a failure is its summary.
     """
 
     def __init__(self, failures: dict[int, str]) -> None:
@@ -96,21 +97,22 @@ class RankError(RuntimeError):
 
     @property
     def brief(self) -> str:
-        """What went wrong first, in a line."""
+        """The summary of the first failure."""
         number, failure = next(iter(self.failures.items()))
         return f"rank {number}: {failure.partition(chr(10))[0]}"
 
 
 @dataclass(eq=False)
 class Rank:
-    """A process that answers, as its parent sees it.
+    """The parent's handle of a rank.
 
     Attributes:
-        number: of the rank.
-        process: leads a session of its own; writes where it is into ``log`` at a ``SIGUSR1``.
-        connection: on which it is asked, and answers with a failure, if any, and a result.
-        log: a file with what it has written to stderr.
-        result: its last answer.
+        number: number of the rank.
+        process: the process, which leads its own session, and writes its stacks to ``log`` on
+            ``SIGUSR1``.
+        connection: the pipe. Each response is a pair: the failure or ``None``, and the result.
+        log: file that contains the rank's stderr.
+        result: result of the last request.
     """
 
     number: int
@@ -120,14 +122,14 @@ class Rank:
     result: Any = None
 
     def send(self, request: bytes) -> None:
-        with contextlib.suppress(OSError):  # It has died: :meth:`receive` says how.
+        with contextlib.suppress(OSError):  # The rank died: :meth:`receive` reports it.
             self.connection.send_bytes(request)
 
     def receive(self) -> str | None:
-        """``None`` if all went well, which gives :attr:`result`; else what went wrong."""
+        """Receive a response and set :attr:`result`. Return the failure, or ``None``."""
         failure: str | None
         try:
-            # Not by ``send``: torch has that share the memory of tensors.
+            # Ranks do not use ``Connection.send``, for which torch shares the memory of tensors.
             failure, self.result = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
             code = wait_for(self.process, 1)
@@ -135,26 +137,29 @@ class Rank:
         return failure
 
     def dump_stack(self) -> str:
-        """Where its Python threads are now."""
+        """Make the rank write the stacks of its Python threads, and return the end of its log."""
         if wait_for(self.process, 0) is None and self.log.exists():
-            assert self.process.pid is not None, "it was started"
+            assert self.process.pid is not None, "the process was started"
             os.kill(self.process.pid, signal.SIGUSR1)
             time.sleep(0.3)
         return self._tail()
 
     def _tail(self) -> str:
-        """The last that it has written: warnings, its stacks when it was asked for them, what a C++
-        thread that aborts says."""
+        """The end of the log: warnings, requested stacks, the message of a C++ abort."""
         words = self.log.read_text(errors="replace") if self.log.exists() else ""
         return f"its errors:\n{words[-LAST_WORDS:]}"
 
 
 def ask(ranks: Sequence[Rank], request: object, timeout_s: float) -> list[Any]:
-    """Send a request to ranks, and wait until each has answered, or it is known that one never
-    will; what they answer.
+    """Send a request to all ranks, and return their results.
+
+    Args:
+        ranks: ranks that are idle.
+        request: argument of the function that the ranks call (see :func:`answer`).
+        timeout_s: time limit, in seconds.
 
     Raises:
-        RankError: a rank failed, died, or was not done in time. The caller has to kill all.
+        RankError: a rank raised, died, or exceeded the time limit. The caller must kill all ranks.
     """
     sent = pickle.dumps(request)
     for rank in ranks:
@@ -179,9 +184,9 @@ def ask(ranks: Sequence[Rank], request: object, timeout_s: float) -> list[Any]:
 
 
 def answer(connection: Connection, handle: Callable[[Any], object]) -> NoReturn:
-    """In a rank: answer each request with what ``handle`` returns for it, or with the error that it
-    raises, until the process is killed. Once nobody can ask any more, it kills itself and all that
-    it has started, also in the middle of an answer."""
+    """The loop of a rank: call ``handle`` with each request, and send its return value or its
+    exception back. When the parent closes the connection or ends, kill the session of this process,
+    even while ``handle`` runs."""
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def receive() -> None:
@@ -196,7 +201,7 @@ def answer(connection: Connection, handle: Callable[[Any], object]) -> NoReturn:
         request = requests.get()
         try:
             answered = pickle.dumps((None, handle(pickle.loads(request))))
-        except BaseException as error:  # noqa: BLE001  Whatever it is, the parent has to know.
+        except BaseException as error:  # noqa: BLE001  The parent reports any exception.
             traceback.print_exc()
             told = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
             answered = pickle.dumps((told, None))
@@ -204,8 +209,8 @@ def answer(connection: Connection, handle: Callable[[Any], object]) -> NoReturn:
 
 
 class RankPool(contextlib.AbstractContextManager["RankPool"]):
-    """Processes that run jobs together: as many as a job asks for, kept for the next one that asks
-    for as many.
+    """Ranks that run jobs. The ranks of each world size are kept for the next job with the same
+    world size.
 
     Use it as a context manager, or call :meth:`close`.
     """
@@ -218,7 +223,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
 
     @property
     def pids(self) -> set[int]:
-        """The processes that are alive now."""
+        """Process ids of all ranks."""
         ranks = itertools.chain.from_iterable(self._ranks.values())
         return {rank.process.pid for rank in ranks if rank.process.pid is not None}
 
@@ -230,19 +235,19 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         timeout_s: float = JOB_SECONDS,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call ``function(**kwargs)`` on every rank, inside a Gloo process group.
+        """Call ``function(**kwargs)`` on each rank of a Gloo process group.
 
         Args:
-            world_size: how many ranks.
-            function: of a module's top level, as are the callables in ``kwargs``.
-            timeout_s: for the whole job.
-            kwargs: anything that can be pickled.
+            world_size: number of ranks.
+            function: a function at the top level of a module, because it is pickled.
+            timeout_s: time limit of the job, in seconds.
+            kwargs: keyword arguments that can be pickled.
 
         Returns:
-            What the function returned on each rank, in rank order: anything that can be pickled.
+            The return value of the function on each rank, in rank order. It must be picklable.
 
         Raises:
-            RankError: a rank raised, died, or was not done in time. All ranks are killed.
+            RankError: a rank raised, died, or exceeded the time limit. All ranks are killed.
         """
         ranks = self._ranks.setdefault(world_size, [])
         with tempfile.TemporaryDirectory(prefix="job-", ignore_cleanup_errors=True) as directory:
@@ -255,7 +260,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                 raise
 
     def close(self) -> None:
-        """End the processes and remove their files."""
+        """Kill all ranks, and remove their logs."""
         for world_size in [*self._ranks]:
             self._kill(world_size)
 
@@ -280,7 +285,7 @@ def _fork(number: int, world_size: int) -> Rank:
 
 
 def _fork_server() -> multiprocessing.context.ForkServerContext:
-    """What makes processes by forking one that has imported :data:`PRELOADED`."""
+    """A context whose processes are forked from one that has imported :data:`PRELOADED`."""
     context = multiprocessing.get_context("forkserver")
     if fork_server_pid() is None:
         context.set_forkserver_preload(list(PRELOADED))
@@ -290,9 +295,9 @@ def _fork_server() -> multiprocessing.context.ForkServerContext:
 
 
 def _serve(rank: int, world_size: int, connection: Connection, errors_file: Path) -> None:
-    """Main function of a rank: runs jobs until it is killed."""
+    """Main function of a rank of a pool: run jobs until the process is killed."""
     os.setsid()
-    # In append mode, so that emptying the file between jobs leaves no gap.
+    # In append mode, so that truncating the file between jobs leaves no gap.
     os.dup2(os.open(errors_file, os.O_WRONLY | os.O_APPEND), sys.stderr.fileno())
     faulthandler.register(signal.SIGUSR1, file=sys.stderr.fileno(), all_threads=True)
     faulthandler.enable(sys.stderr.fileno(), all_threads=True)
@@ -314,8 +319,8 @@ def _run_job(
     directory, function, kwargs = job
     settings = TorchSettings()
     _forget()
-    # The collection below, and those within the job, look at what the job has made alone: looking
-    # at all that torch consists of takes a third of a second.
+    # Garbage collections in the job and below then scan only objects of the job. Scanning all of
+    # torch takes a third of a second.
     gc.freeze()
     torch.manual_seed(0)
     random.seed(0)
@@ -324,7 +329,7 @@ def _run_job(
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     result = function(**kwargs)
     _forget()
-    gc.collect()  # DDP modules end before their process group does.
+    gc.collect()  # DDP modules must be freed before their process group.
     ended = list(dist.distributed_c10d._world.pg_map)
     dist.destroy_process_group()
     _ended_groups[:] = ended
@@ -334,7 +339,7 @@ def _run_job(
 
 
 def _forget() -> None:
-    """Let torch's compiler and the package forget what was before."""
+    """Reset Dynamo, and the package if it is imported."""
     import torch
 
     torch._dynamo.reset()
@@ -343,14 +348,15 @@ def _forget() -> None:
 
 
 _ended_groups: list[Any] = []
-"""The groups of the job before. A callback of torch's powerSGD_hook holds its group, and a thread
-of Gloo frees it some time after the collective: if that is the last reference, the thread joins
-itself, and the process aborts ("Resource deadlock avoided"; 5 of 130 jobs of eager DDP with that
-hook, torch 2.15 on a busy machine; none of 165 with this)."""
+"""The process groups of the previous job, kept alive until the next job ends. A callback of torch's
+``powerSGD_hook`` holds its group, and a thread of Gloo frees the callback some time after the
+collective. If the callback held the last reference, the thread would join itself, and the process
+would abort ("Resource deadlock avoided": 5 of 130 jobs of eager DDP with that hook, with torch 2.15
+on a busy machine; none of 165 jobs with this list)."""
 
 
 CONFIG_MODULES = ("torch._inductor.config", "torch._dynamo.config", "torch._functorch.config")
-"""What a job or a test may set, but must set back."""
+"""Config modules whose settings a job or a test may change, but must restore."""
 
 
 class TorchSettings:
@@ -360,7 +366,7 @@ class TorchSettings:
         self._values = {name: self._read(name) for name in CONFIG_MODULES}
 
     def restore(self) -> dict[str, Any]:
-        """Set back what has changed since.
+        """Restore the settings that have changed since.
 
         Returns:
             The changed values by name, such as ``torch._dynamo.config.compiled_autograd``.
@@ -376,7 +382,7 @@ class TorchSettings:
 
     @staticmethod
     def _read(module_name: str) -> dict[str, Any]:
-        # The modules' own get_config_copy() copies deeply: no object would equal its copy.
+        # get_config_copy() of these modules makes deep copies, which do not equal the originals.
         config: Any = importlib.import_module(module_name)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # Some settings are deprecated.

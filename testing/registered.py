@@ -1,12 +1,12 @@
-"""Stands in for NCCL on a machine without it: records the registrations, or lets a module train
-with buckets in fixed memory, as registered buckets are."""
+"""Host memory in which a module trains with buckets at fixed addresses, like buckets that NCCL has
+registered."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 from unittest import mock
 
 import torch
@@ -14,63 +14,6 @@ from torch import Tensor
 
 from fusion_passes.ddp import attachment
 from fusion_passes.reducer import registered
-
-CPU: Final = torch.device("cpu")
-
-
-class Backend:
-    """A backend that records its calls in order."""
-
-    mem_allocator = "NCCL's allocator"
-
-    def __init__(self, name: str = "nccl") -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self._name = name
-
-    def name(self) -> str:
-        return self._name
-
-    def register_mem_pool(self, pool: Any, symm: bool = False) -> None:
-        self.calls.append(("register", pool, symm))
-
-    def deregister_mem_pool(self, pool: Any) -> None:
-        self.calls.append(("deregister", pool))
-
-
-class Group:
-    """A process group with one such backend."""
-
-    def __init__(self, backend: Any, bound: torch.device | None = CPU) -> None:
-        self.backend = backend
-        self.bound_device_id = bound
-
-    def _get_backend(self, device: torch.device) -> Any:
-        del device
-        return self.backend
-
-
-@contextlib.contextmanager
-def on_the_host(backend: Backend) -> Iterator[None]:
-    """Make pools of GPU memory possible on the CPU. The backend records what happens in them."""
-
-    @contextlib.contextmanager
-    def allocating_in(pool: Any, device: Any) -> Iterator[None]:
-        def allocate(size: Any, **options: Any) -> Tensor:
-            backend.calls.append(("allocate", pool, size))
-            return torch.zeros(size, **options)
-
-        backend.calls.append(("enter", pool, device))
-        with mock.patch.object(torch, "empty", allocate):
-            yield
-        backend.calls.append(("leave", pool))
-
-    fakes: dict[str, Any] = {
-        "device": lambda _: contextlib.nullcontext(),
-        "MemPool": lambda allocator: f"a pool of {allocator}",
-        "use_mem_pool": allocating_in,
-    }
-    with mock.patch.multiple(torch.cuda, **fakes):
-        yield
 
 
 @dataclass
@@ -92,7 +35,7 @@ class Registry:
 
 @contextlib.contextmanager
 def registered_by_nobody() -> Iterator[Registry]:
-    """Make ``FusionConfig(memory="registered")`` possible with host memory."""
+    """Let ``FusionConfig(memory="registered")`` use host memory."""
     registry = Registry()
 
     class Memory:

@@ -1,7 +1,7 @@
-"""Processes that lead a session of their own and carry a mark in their environment: both are
-inherited, so that what they start ends with them, whoever its parent is.
+"""Starts processes, and kills them together with all processes that they started.
 
-Nothing here imports torch.
+Each process leads its own session and has a mark in its environment. Child processes inherit both,
+so that they can be found whatever their parent is. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -21,15 +21,20 @@ ROOT: Final = Path(__file__).parent.parent
 """The checkout."""
 
 MARKS: Final = "FUSION_PASSES_STARTED_IN"
-"""Environment variable: the marks of all :class:`Sessions` that a process was started in, with
-:data:`os.pathsep` between them."""
+"""Environment variable with the marks of all :class:`Sessions` that a process was started in,
+separated by :data:`os.pathsep`."""
 
 POLL_S: Final = 0.1
 
 
 def environment(cache: Path, *, threads: int = 1, keeps_graphs: bool = False) -> dict[str, str]:
-    """The environment of a process that trains, with its compiled kernels in a directory, and its
-    compiled graphs where they are kept."""
+    """The environment of a process that trains.
+
+    Args:
+        cache: directory of Inductor's cache.
+        threads: number of OpenMP threads.
+        keeps_graphs: whether the cache keeps compiled graphs, besides compiled kernels.
+    """
     paths = [str(ROOT), str(ROOT / "tools"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     kept = {name: v for name, v in os.environ.items() if name != "FUSION_PASSES_DDP_FUSION"}
     return kept | {
@@ -38,20 +43,20 @@ def environment(cache: Path, *, threads: int = 1, keeps_graphs: bool = False) ->
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
         "TORCHINDUCTOR_FX_GRAPH_CACHE": str(int(keeps_graphs)),
         "TORCHINDUCTOR_AUTOGRAD_CACHE": str(int(keeps_graphs)),
-        # Pools of compilers would compete with the ranks for their cores.
+        # Compile workers would compete with the ranks for the cores.
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        # Torch tries this machine's vectors by six programs, which belong to a start alone.
+        # Otherwise torch tests vector instructions with six programs, which only measurements of a
+        # start should include.
         **({} if keeps_graphs else {"TORCHINDUCTOR_VEC_ISA_OK": "1"}),
         "TRANSFORMERS_VERBOSITY": "error",
     }
 
 
 class Sessions(contextlib.AbstractContextManager["Sessions"]):
-    """Processes that are ended together, with all that they have started; at the latest at the end
-    of the block.
+    """A context manager that kills the processes that it started, with all of their descendants.
 
     Args:
-        mark: by which they are known; by default one of their own.
+        mark: mark of the processes; by default a random one.
     """
 
     def __init__(self, mark: str = "") -> None:
@@ -68,13 +73,13 @@ class Sessions(contextlib.AbstractContextManager["Sessions"]):
         environment: Mapping[str, str],
         pass_fds: Sequence[int] = (),
     ) -> subprocess.Popen[bytes]:
-        """Start a process that reads nothing and adds what it prints to a file.
+        """Start a process without input.
 
         Args:
-            command: what it runs.
-            log: the file.
-            environment: all of it, but for the mark.
-            pass_fds: descriptors that it inherits.
+            command: command and arguments.
+            log: file to which its output is appended.
+            environment: complete environment, to which the mark is added.
+            pass_fds: file descriptors that the process inherits.
         """
         outer = environment.get(MARKS)
         marks = f"{outer}{os.pathsep}{self.mark}" if outer else self.mark
@@ -92,8 +97,7 @@ class Sessions(contextlib.AbstractContextManager["Sessions"]):
         return leader
 
     def pids(self) -> list[int]:
-        """The ids of running processes with the mark. A process that has ended and waits for its
-        parent is not among them: it has no environment any more."""
+        """Ids of running processes with the mark, without zombies, which have no environment."""
         prefix, mark, found = f"{MARKS}=".encode(), self.mark.encode(), []
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
@@ -104,22 +108,22 @@ class Sessions(contextlib.AbstractContextManager["Sessions"]):
         return found
 
     def send(self, *signals: signal.Signals, but: int | None = None) -> None:
-        """Send signals to all processes with the mark, but for one."""
+        """Send signals to all processes with the mark except one."""
         for pid in {*self.pids()} - {but}:
             with contextlib.suppress(ProcessLookupError):
                 for number in signals:
                     os.kill(pid, number)
 
     def left_after(self, seconds: float) -> list[int]:
-        """The processes that do not end by themselves, within so many seconds."""
+        """Ids of the processes that are still running after this time limit."""
         end = time.monotonic() + seconds
         while (found := self.pids()) and time.monotonic() < end:
             time.sleep(POLL_S)
         return found
 
     def kill(self) -> None:
-        """Kill all, and wait until none is left. Killing a session does not reach those that lead
-        another one, which the mark does."""
+        """Kill all processes, and wait until none is left: also descendants that lead another
+        session, which have the mark."""
         while self._leaders:
             kill_session(self._leaders.pop())
         while self.pids():
@@ -128,18 +132,18 @@ class Sessions(contextlib.AbstractContextManager["Sessions"]):
 
 
 def kill_session(leader: subprocess.Popen[bytes] | BaseProcess) -> None:
-    """Kill a process that leads a session, and what is in that, and wait for it."""
-    assert leader.pid is not None, "it was started"
+    """Kill the session of a process, and wait for the process."""
+    assert leader.pid is not None, "the process was started"
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader.pid, signal.SIGKILL)
-    leader.kill()  # It may not have got to its own session yet.
+    leader.kill()  # In case it has not created its session yet.
     wait_for(leader)
 
 
 def wait_for(
     process: subprocess.Popen[bytes] | BaseProcess, seconds: float | None = None
 ) -> int | None:
-    """The exit code of a process; ``None`` if it has not ended within so many seconds."""
+    """The exit code of a process; ``None`` if it is still running after the time limit."""
     if isinstance(process, BaseProcess):
         process.join(seconds)
         return process.exitcode
@@ -149,6 +153,6 @@ def wait_for(
 
 
 def last_words(log: Path) -> str:
-    """The last line that a process has printed."""
+    """The last line that a process printed."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")

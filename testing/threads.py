@@ -1,4 +1,4 @@
-"""Functions that run at the same time, each in its own thread."""
+"""Runs functions at the same time, each in its own thread."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 def run_at_once(functions: Sequence[Callable[[], None]]) -> None:
-    """Run functions in threads that see the caller's context variables, including torch's options.
+    """Run functions in threads with the caller's context variables, which include torch's options.
 
     Raises:
-        Exception: the error of one of them, after all have ended.
+        Exception: the exception of one of the functions, after all threads have ended.
     """
     with ThreadPoolExecutor(len(functions)) as pool:
         running = [pool.submit(contextvars.copy_context().run, each) for each in functions]

@@ -53,10 +53,7 @@ def test_sizes_that_are_refused(name: str, value: Any) -> None:
         ({"backward_graph": "reducer"}, "one of 'auto', 'aot_autograd', 'compiled_autograd', but"),
         ({"reduce_dtype": "fp8"}, "FusionConfig.reduce_dtype must be one of 'bf16', 'fp16', but"),
         ({"memory": "registered", "reduce_dtype": "bf16"}, "'bf16' all-reduces a copy"),
-        (
-            {"memory": "registered", "backward_graph": "compiled_autograd"},
-            "graph allocates them",
-        ),
+        ({"memory": "registered", "backward_graph": "compiled_autograd"}, "graph allocates them"),
     ],
 )
 def test_options_that_are_refused(options: dict[str, Any], words: str) -> None:

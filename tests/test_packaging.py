@@ -96,9 +96,7 @@ def test_the_sdist_makes_the_same_wheel_and_has_nothing_else(
     assert files_of(tmp_path / "one") == files_of(tmp_path / "other")
 
 
-def test_what_a_user_gets_beside_the_package(
-    distribution: importlib.metadata.Distribution,
-) -> None:
+def test_what_a_user_gets_beside_the_package(distribution: importlib.metadata.Distribution) -> None:
     """Only torch and the license."""
     (torch,) = (line for line in distribution.requires or [] if "extra ==" not in line)
     assert torch.startswith("torch<")

@@ -29,14 +29,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
-from fusion_passes.install.switch import replaced
-from fusion_passes.reducer.reducer import reducer_of
 from fusion_passes.torch_private.registered_memory import RegisteredMemory
-from fusion_passes.warnings import warn_once
 from testing.fake_world import fake_world, two_layers
-from testing.fresh import forget
-from testing.registered import Backend, Group, on_the_host
 from testing.state import GLOBALS, Lifetime, of_lifetimes, value_of
+from tests.support.registrations import Backend, Group, on_the_host
 
 MODULES = [
     importlib.import_module(found.name)
@@ -323,21 +319,3 @@ def group_comes_and_goes() -> tuple[int, int, int]:
 def test_what_is_about_a_group_goes_with_it(run_on_ranks: Callable[..., list[Any]]) -> None:
     for before, meanwhile, after in run_on_ranks(2, group_comes_and_goes):
         assert meanwhile > before == after
-
-
-@pytest.mark.usefixtures("_world")
-def test_a_test_begins_as_in_a_new_process() -> None:
-    ddp = _managed()
-    with pytest.warns(fusion_passes.FusionWarning, match="said once"):
-        warn_once("topic", "said once")
-    before = dict(replaced)
-    assert any(pkgutil.resolve_name(what) is not value for what, value in before.items())
-    assert fusion_passes.report().backwards
-    forget()
-    assert inductor_config.ddp_fusion is None
-    assert all(pkgutil.resolve_name(what) is value for what, value in before.items())
-    report = fusion_passes.report()
-    assert (report.modules, report.backwards, report.warnings) == ((), (), ())
-    del ddp
-    inductor_config.ddp_fusion = "concat"
-    assert reducer_of(_managed()).label.startswith("DDP 1 "), "its group's store knows number 0"

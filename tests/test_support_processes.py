@@ -80,10 +80,7 @@ def test_gives_the_result_of_each_rank_and_keeps_its_processes(pool: RankPool) -
     ("function", "told"),
     [
         (_fail_on_one, ["rank 1: LookupError: rank one gives up\nTraceback", "rank 0: "]),
-        (
-            _abort_on_one,
-            ["rank 1: died with exit code -6", "last words", "rank 0: still running"],
-        ),
+        (_abort_on_one, ["rank 1: died with exit code -6", "last words", "rank 0: still running"]),
         (
             _leave_setting,
             ["left these settings changed: {'torch._inductor.config.max_autotune': True}"],

@@ -1,22 +1,23 @@
-r"""Compares the same training step under each way to reduce gradients.
+r"""Measures a training step with each method of reducing gradients.
 
-Each method runs in its own processes, one per rank, and takes its turn in each round; its figure is
-its time divided by that of the compiled model without DDP in the same round. The table also has an
-all-reduce of all gradients alone. Gradients are compared with eager DDP's in the same run. Prints a
-table; ``--output DIR`` keeps all measurements and the logs. docs/bench.md explains the figures.
+Each method runs in its own processes, one per rank, and takes its turn in each round. Its figure is
+its step time divided by that of the compiled model without DDP in the same round. The table also
+contains an all-reduce of all gradients without a training step. The gradients of each method are
+compared with those of eager DDP in the same run. The bench prints the table, and writes all
+measurements and the logs to ``--output``. docs/bench.md explains the figures.
 
-    python tools/bench.py --quick                             # under 3 minutes, to see that it runs
-    python tools/bench.py --model gpt2 mlp                    # on the network as it is
-    sudo python tools/bench.py --rate 1gbit 2.5gbit --caps 5  # the whole form
-    python tools/bench.py --model my_package.models:factory   # a model of yours
+    python tools/bench.py --quick                             # a test run of less than 3 minutes
+    python tools/bench.py --model gpt2 mlp                    # two models, network without a limit
+    sudo python tools/bench.py --rate 1gbit 2.5gbit --caps 5  # all models, two rates
+    python tools/bench.py --model my_package.models:factory   # your own model
     sudo python tools/bench.py --model gpt2 --rate 1gbit \
         --ways concat "concat, traced" --forwards 2           # two forwards before each backward
     sudo python tools/bench.py --model gpt2 --rate 1gbit \
         --ways concat --first 5                               # the first averaged step of a process
     taskset -c 0 python tools/bench.py --model gpt2 --ranks 1 \
-        --ways concat --starts 2                              # CPU seconds of starts, on one rank
+        --ways concat --starts 2                              # CPU seconds of cold and warm starts
     taskset -c 0 python tools/bench.py --model gpt2-broken gpt2-broken-twice --ranks 1 \
-        --ways concat --starts 2                              # of models with graph breaks
+        --ways concat --starts 2                              # the same with graph breaks
 """
 
 from __future__ import annotations
@@ -70,8 +71,7 @@ DEFAULT_WAYS: Final = ("DDPOptimizer", "torch concat", *OURS, AUTO)
 QUICK: Final = {
     "model": ["mlp"],
     "size": "tiny",
-    # Whether torch's passes run is no result of a quick run. One of ours is enough: the one that
-    # also compares buckets.
+    # A quick run only tests the bench: the method that also compares buckets is enough.
     "ways": [AUTO],
     "rounds": 2,
     "round_seconds": 0.1,
@@ -83,7 +83,7 @@ START_S: Final = 900.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the bench; 1 if one of our methods failed or is wrong."""
+    """Run the bench. Return 1 if a method of this package failed or is wrong, otherwise 0."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = _options(given)
     options.output.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ def _rows(cells: Sequence[Comparison]) -> list[Row]:
 
 
 def _origin(arguments: Sequence[str]) -> dict[str, str]:
-    """Origin of figures that are measured now."""
+    """The date, command, versions and machine of this run."""
     return {
         "date": str(datetime.date.today()),
         "command": shlex.join(["python", "tools/bench.py", *arguments]),
@@ -124,32 +124,42 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
     models, others = ", ".join(MAKERS | BROKEN), [way for way in WAYS if way not in (PLAIN, EAGER)]
-    ways = f"beside {PLAIN} and {EAGER}: {', '.join(others)} ({', '.join(DEFAULT_WAYS)})"
-    caps = "also each way that has one with these caps, in MiB"
-    rates = "of the network, such as 2.5gbit; needs root, iproute2 and two ranks"
-    first = "processes of a way whose first averaged step beyond compiling is measured (0)"
-    starts = "warm starts of a way that are measured, after a cold one (0)"
+    ways = (
+        f"methods to measure besides {PLAIN} and {EAGER}, from {', '.join(others)} "
+        f"(default: {', '.join(DEFAULT_WAYS)})"
+    )
+    caps = "bucket caps in MiB; methods with a cap are measured with each, and with their default"
+    rates = (
+        "rates of the network, such as 2.5gbit (default: no limit); needs root, iproute2, two ranks"
+    )
+    first = (
+        "processes per method that measure the first averaged step, without compiling (default: 0)"
+    )
+    starts = "warm starts to measure per method, after a cold one (default: 0)"
     output = Path(time.strftime("bench-%Y%m%d-%H%M%S"))
     add(
         "--model",
         nargs="+",
         default=[*MAKERS],
-        help=f"of {models}, or module:factory (all of ours without graph breaks)",
+        help=f"models, from {models}, or module:factory (default: those without graph breaks)",
     )
-    add("--size", choices=SIZES, default="medium", help="of models of ours (medium)")
+    add("--size", choices=SIZES, default="medium", help="size of these models (default: medium)")
     choices = [EAGER, *others]
     add("--ways", nargs="+", choices=choices, default=[*DEFAULT_WAYS], metavar="WAY", help=ways)
-    add("--ranks", type=int, default=2, help="processes (2)")
+    add("--ranks", type=int, default=2, help="number of processes (default: 2)")
     add("--rate", nargs="+", default=[], type=_rate, help=rates)
     add("--caps", nargs="+", type=float, default=[], metavar="MB", help=caps)
-    add("--forwards", type=int, default=1, help="of a step, before one backward (1)")
+    forwards = "number of forwards before the backward of a step (default: 1)"
+    add("--forwards", type=int, default=1, help=forwards)
     add("--first", type=int, default=0, metavar="PROCESSES", help=first)
     add("--starts", type=int, default=0, metavar="PROCESSES", help=starts)
-    add("--rounds", type=int, default=9, help="of measurement (9)")
-    add("--round-seconds", type=float, default=1.0, help="of a way's turn in a round (1)")
-    add("--timeout", type=float, default=180.0, help="s, of a way's turn (180)")
-    add("--quick", action="store_true", help="a tiny model, few ways, few rounds")
-    add("--output", type=Path, default=output, help="directory (bench-DATE-TIME)")
+    add("--rounds", type=int, default=9, help="number of rounds (default: 9)")
+    turn = "seconds of a method's turn in a round (default: 1)"
+    add("--round-seconds", type=float, default=1.0, help=turn)
+    limit = "time limit of a method's turn, in seconds (default: 180)"
+    add("--timeout", type=float, default=180.0, help=limit)
+    add("--quick", action="store_true", help="measure a tiny model with few methods and rounds")
+    add("--output", type=Path, default=output, help="output directory (default: bench-DATE-TIME)")
     return parser
 
 
@@ -179,8 +189,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 def _measure(
     cells: list[Comparison], options: argparse.Namespace, keep: Callable[[], None]
 ) -> None:
-    """Measure all models: one cell per model. ``keep`` the results after each, in case the next one
-    exhausts the machine."""
+    """Measure all models, one cell per model. ``keep`` is called after each, so that results are
+    kept if the next model exhausts the machine."""
     with contextlib.ExitStack() as stack:
         network = local_network(options.ranks)
         if options.rate:
@@ -198,8 +208,8 @@ def _measure(
 
 
 def methods_of(options: argparse.Namespace) -> list[Method]:
-    """No DDP, eager DDP, and the requested methods: first with their defaults, then with all
-    caps."""
+    """No DDP, eager DDP, and the requested methods: all with their defaults, then those that have a
+    cap with each requested cap."""
     names = list(dict.fromkeys([PLAIN, EAGER, *options.ways]))
     capped = [(name, cap) for name in names if WAYS[name].caps for cap in options.caps]
     defaults = [Method(name, answer_s=options.timeout) for name in names]
@@ -234,7 +244,7 @@ class Measuring:
         shutil.rmtree(self._directory / "caches", ignore_errors=True)
 
     def _measure_at(self, rate: str) -> None:
-        """Measure all methods in turns at a rate."""
+        """Measure all methods at a rate."""
         cell, options = self._cell, self._options
         self._network.set_rate(rate)
         for method in cell.methods:
@@ -257,7 +267,7 @@ class Measuring:
             cell.measure_firsts(rate, self._place(rate), START_S, options.first)
 
     def _start(self, method: Method, rate: str) -> None:
-        """Start a method, and run the steps in which it compares buckets, if it does."""
+        """Start a method. Run the steps in which ``"auto"`` compares buckets."""
         self._say(f"{method.label}, start")
         started = method.start(self._place(rate), START_S)
         if started is None:
@@ -269,7 +279,7 @@ class Measuring:
         method.check(self._reference, TOLERANCE, writes=method is self._cell.methods[1])
 
     def _place(self, rate: str) -> Place:
-        """The place where ranks run, with the buckets that are kept for this rate."""
+        """The place of the ranks, with the buckets that ``"auto"`` has kept for this rate."""
         options, network = self._options, self._network
         variables = {DIRECTORY_VARIABLE: str(self._directory / "buckets" / rate)}
         if network.interface == DEVICE:

@@ -1,12 +1,12 @@
-"""Trains random models in random loops under the flag and beside eager DDP, and compares.
+"""Trains random models in random loops, with eager DDP and under the flag, and compares.
 
-A case depends only on its seed. Cases run on processes that are kept from case to case; a case that
-differs, crashes or hangs is repeated on new ones, shrunk, and written to the output directory.
+A case depends only on its seed. Ranks are kept from case to case. A case that differs, crashes or
+hangs is run again on new ranks, shrunk, and written to the output directory.
 
     python tools/fuzz.py --seeds 0:100
     python tools/fuzz.py --seeds 200:300 --seconds 1800 --output fuzz
-    python tools/fuzz.py --case 17                  # one case, in full
-    python tools/fuzz.py --seeds 17:18              # the same, made small if it fails
+    python tools/fuzz.py --case 17                    # run one case, and print all details
+    python tools/fuzz.py --seeds 17:18                # run the same case, and shrink it if it fails
     python tools/fuzz.py --replay fuzz/17.small.json
 """
 
@@ -29,7 +29,7 @@ from fuzzing.running import Outcome, Runner
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run cases; 1 if there is a finding."""
+    """Run cases. Return 1 if one of them differs, crashes or hangs, otherwise 0."""
     options = _parser().parse_args(arguments)
     _prepare()
     options.output.mkdir(parents=True, exist_ok=True)
@@ -44,13 +44,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--seeds", type=_seeds, default=range(100), metavar="FIRST:END", help="(0:100)")
-    add("--seconds", type=float, default=float("inf"), help="start no case after so many")
-    add("--case", type=int, metavar="SEED", help="one case, with all that is known of it")
-    add("--replay", type=Path, metavar="FILE", help="the same for a case in a file")
-    add("--shrink-seconds", type=float, default=900.0, help="at most, for each finding (900)")
-    add("--timeout", type=float, default=200.0, help="s for a training (200)")
-    add("--output", type=Path, default=Path("fuzz"), help="directory for findings (fuzz)")
+    seeds = "seeds of the cases, without END (default: 0:100)"
+    add("--seeds", type=_seeds, default=range(100), metavar="FIRST:END", help=seeds)
+    limit = "seconds after which no further case is started (default: no limit)"
+    add("--seconds", type=float, default=float("inf"), help=limit)
+    add("--case", type=int, metavar="SEED", help="run one case, and print all details")
+    add("--replay", type=Path, metavar="FILE", help="run the case in a file, and print all details")
+    shrinking = "time limit for shrinking a case, in seconds (default: 900)"
+    add("--shrink-seconds", type=float, default=900.0, help=shrinking)
+    training = "time limit of a training, in seconds (default: 200)"
+    add("--timeout", type=float, default=200.0, help=training)
+    add("--output", type=Path, default=Path("fuzz"), help="output directory (default: fuzz)")
     return parser
 
 
@@ -60,9 +64,9 @@ def _seeds(text: str) -> range:
 
 
 def _prepare() -> None:
-    """Set the environment of the ranks: kernels are kept in a directory that this user's runs
-    share, and a rank compiles in its own process, because pools of compilers would compete with the
-    ranks for the cores."""
+    """Set the environment of the ranks. All runs of a user share a directory of compiled kernels. A
+    rank compiles in its own process, because compile workers would compete with the ranks for the
+    cores."""
     cache = f"{tempfile.gettempdir()}/fusion-passes-fuzz-{os.getuid()}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
@@ -95,8 +99,8 @@ def _run_all(runner: Runner, options: argparse.Namespace) -> int:
 def _run_again(
     runner: Runner, case: Case, outcome: Outcome, past: list[int], options: argparse.Namespace
 ) -> None:
-    """Repeat a finding on new ranks, because an earlier case could be its cause. Write the case as
-    drawn, then the shrunk one."""
+    """Run a bad case again on new ranks, because an earlier case could be the cause. Write the case
+    as it was drawn, and the shrunk one."""
     runner.renew()
     again = runner.run(case)
     path = options.output / f"{case.seed}.json"

@@ -15,13 +15,7 @@ from typing import Final
 
 PACKAGE: Final = Path(__file__).parent.parent / "fusion_passes"
 
-NOT_FOR_USERS: Final = (
-    "graph",
-    "layout",
-    "stored",
-    "torch_private",
-    "traced",
-)
+NOT_FOR_USERS: Final = ("graph", "layout", "stored", "torch_private", "traced")
 """Rooms whose errors are bugs of the package, except files of :data:`WITH_PARTS`."""
 
 WITH_PARTS: Final = (

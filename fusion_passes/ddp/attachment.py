@@ -19,10 +19,12 @@ from fusion_passes.ddp.parameters import caps_of_ddp, numbered_parameters
 from fusion_passes.graph.collectives import all_reduce
 from fusion_passes.layout.caps import bucket_caps
 from fusion_passes.layout.layout import Layout, ParameterNumber
+from fusion_passes.reducer.averaged_module import STATE, AveragedModule, State
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.communication import AllReduce
-from fusion_passes.reducer.reducer import REDUCER, STATE, Reducer, State, reducer_of
+from fusion_passes.reducer.reducer import REDUCER, Reducer, reducer_of
 from fusion_passes.reducer.scaling import REDUCE_DTYPE_OF
+from fusion_passes.reducer.used_parameters import used_parameters
 from fusion_passes.torch_private.autograd import accumulates_plainly
 from fusion_passes.torch_private.ddp import hooks_of_reducer
 from fusion_passes.torch_private.process_groups import backend_name
@@ -52,21 +54,21 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig, label: st
         )
     )
     parameters = numbered_parameters(ddp)
+    module = AveragedModule(ddp, label, group, config)
     reducer = Reducer(
-        ddp,
+        module,
         parameters,
-        group=group,
-        label=label,
-        config=config,
         caps=bucket_caps(config, caps_of_ddp(ddp)),
         communication=communication,
+        used=used_parameters(module, parameters),
+        hooks_of_others=reducers.hooks,
     )
     # If a model is wrapped again, the AccumulateGrad nodes of its parameters outlive this reducer,
     # and so would the hooks on them.
     weakref.finalize(reducer, remove_handles, reducer.hooks.handles).atexit = False
     ref = weakref.ref(reducer)
     try:
-        for n in parameters.numbers:
+        for n in parameters.kinds:
             name = f"{name_in_graphs(reducer)}#{n}"
             awaited = reducer.hooks.awaited
             hook = functools.partial(
@@ -117,7 +119,8 @@ def reduce_in_graph(parameter: nn.Parameter, name: str, world_size: int) -> None
 
 def name_in_graphs(reducer: Reducer) -> str:
     """The name of a module's process group in traced graphs, without the parameter's number."""
-    return f"{reducer.group.group_name}/{reducer.label.partition(' (')[0].replace(' ', '').lower()}"
+    module = reducer.module
+    return f"{module.group.group_name}/{module.label.partition(' (')[0].replace(' ', '').lower()}"
 
 
 def remove_hooks(reducer: Reducer) -> None:
@@ -156,7 +159,7 @@ def settings_of(ddp: DistributedDataParallel, config: FusionConfig) -> dict[str,
         "bucket_cap_mb of DistributedDataParallel": caps_of_ddp(ddp).in_mib(),
         "find_unused_parameters of DistributedDataParallel": ddp.find_unused_parameters,
         "static_graph of DistributedDataParallel": bool(ddp.static_graph),
-        "parameters that require a gradient": [names[n] for n in reducer.parameters.numbers],
+        "parameters that require a gradient": [names[n] for n in reducer.parameters.kinds],
         "embeddings with sparse=True": [
             names[n] for n, kind in reducer.parameters.kinds.items() if kind.is_sparse
         ],
@@ -177,10 +180,11 @@ def _in_brief(layout: Layout) -> str:
 
 def _why_no_memory(reducer: Reducer, group: Any) -> str:
     """Why buckets cannot have the memory of option ``memory``; empty if they can."""
-    if reducer.config.memory == "plain":
+    config = reducer.module.config
+    if config.memory == "plain":
         return ""
     devices = [kind.device for kind in reducer.parameters.kinds.values()]
-    return why_not_registered(group, devices, averages=reducer.config.scaling == "collective")
+    return why_not_registered(group, devices, averages=config.scaling == "collective")
 
 
 def refuse_memory(reducer: Reducer, group: Any) -> None:
@@ -189,6 +193,6 @@ def refuse_memory(reducer: Reducer, group: Any) -> None:
     why = _why_no_memory(reducer, group)
     if why:
         raise ValueError(
-            f"FusionConfig.memory = {reducer.config.memory!r} of {reducer.label} {why}, or set "
-            "memory = 'plain'."
+            f"FusionConfig.memory = {reducer.module.config.memory!r} of {reducer.module.label} "
+            f"{why}, or set memory = 'plain'."
         )

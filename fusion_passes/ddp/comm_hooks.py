@@ -31,7 +31,7 @@ def check_comm_hook(ddp: DistributedDataParallel, hook: Callable[..., Any]) -> N
         ValueError: the option ``reduce_dtype`` is set, and the hook decides the dtype.
     """
     _check_first(ddp)
-    reduce_dtype = reducer_of(ddp).config.reduce_dtype
+    reduce_dtype = reducer_of(ddp).module.config.reduce_dtype
     if reduce_dtype is not None:
         raise ValueError(
             f"reduce_dtype={reduce_dtype!r} of ddp_fusion contradicts communication hook "
@@ -48,7 +48,7 @@ def _check_first(ddp: DistributedDataParallel) -> None:
 def accept_comm_hook(ddp: DistributedDataParallel, hook: Any, state: object = None) -> None:
     """Send a managed module's gradients as a known hook would send them."""
     _check_first(ddp)
-    if SENT_AS[hook] is not None and reducer_of(ddp).config.memory == "registered":
+    if SENT_AS[hook] is not None and reducer_of(ddp).module.config.memory == "registered":
         raise ValueError(
             "FusionConfig.memory = 'registered' needs gradients that are sent as they lie, and "
             f"communication hook {name_of_hook(hook)} sends a copy of them. Set memory = 'plain', "

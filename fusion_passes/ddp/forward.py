@@ -12,8 +12,9 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.graph.collectives import broadcast
+from fusion_passes.reducer.averaged_module import STATE, State
 from fusion_passes.reducer.communication import AllReduce
-from fusion_passes.reducer.reducer import STATE, State, reducer_of
+from fusion_passes.reducer.reducer import reducer_of
 from fusion_passes.torch_private import tree_leaves, tree_map_only
 from fusion_passes.torch_private.autograd import flattened, unflattened
 from fusion_passes.torch_private.ddp import (
@@ -95,7 +96,7 @@ def refuse_unfinished(ddp: DistributedDataParallel) -> None:
     """Raise the error that an unfinished backward has left, if any, unless this runs under
     ``no_sync``. Where Dynamo traces the forward, the next backward raises it instead."""
     reducer = reducer_of(ddp)
-    if reducer.state is State.UNFINISHED and ddp.require_backward_grad_sync:
+    if reducer.module.state is State.UNFINISHED and ddp.require_backward_grad_sync:
         reducer.refuse_unfinished()
 
 

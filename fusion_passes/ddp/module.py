@@ -35,10 +35,12 @@ from fusion_passes.ddp.forward import (
 from fusion_passes.ddp.own_reducer import warn_own_reducer
 from fusion_passes.ddp.tensor_parallel import make_dtensors_when_read
 from fusion_passes.flag import active_config
+from fusion_passes.reducer.averaged_module import STATE, State
 from fusion_passes.reducer.backward import note_of_other_rank, reducers
 from fusion_passes.reducer.communication import SENT_AS, AllReduce, name_of_hook
 from fusion_passes.reducer.rank_errors import compare_settings, meet_ranks
-from fusion_passes.reducer.reducer import REDUCER, STATE, Reducer, State, reducer_of
+from fusion_passes.reducer.reducer import REDUCER, Reducer, reducer_of
+from fusion_passes.reducer.used_parameters import StaticGraph
 from fusion_passes.torch_private.ddp import (
     HOOKS_OF_REDUCER,
     USES_PYTHON_REDUCER,
@@ -111,7 +113,7 @@ class ManagedDDP(ManagedForward):
         refuse_memory(reducer, new_process_group)
         try:
             update_process_group(self, new_process_group)
-            attach_reducer(self, reducer.config, reducer.label)
+            attach_reducer(self, reducer.module.config, reducer.module.label)
         except BaseException:  # The module still has its previous reducer.
             update_process_group(self, before)
             raise
@@ -119,7 +121,8 @@ class ManagedDDP(ManagedForward):
     def _set_static_graph(self) -> None:
         """Declare the graph static, which as in DDP replaces ``find_unused_parameters``."""
         set_static_graph(self)
-        reducer_of(self).set_static_graph()
+        reducer = reducer_of(self)
+        reducer.used = StaticGraph(reducer.parameters, reducer.module)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """DDP's logging data, with the fields that its C++ reducer would have filled."""
@@ -162,7 +165,7 @@ class IdleCppReducer:
     def prepare_for_backward(self, outputs: Any) -> None:
         # Not forwarded: the C++ reducer would average the gradients a second time.
         del outputs
-        reducer_of(self._ddp()).state = State.EXPECTED
+        reducer_of(self._ddp()).module.state = State.EXPECTED
 
     def _remove_autograd_hooks(self) -> None:
         ddp = self._ddp()
@@ -215,11 +218,11 @@ def manage_by_reducer(
         reducer = reducer_of(ddp)
         settings = {} if is_copy else settings_of(ddp, config)
         # A fake process group has no other ranks.
-        if not is_copy and backend_name(reducer.group, ddp.device) != "fake":
-            meet_ranks(reducer.group, label, number, is_in_step=is_in_step)
+        if not is_copy and backend_name(ddp.process_group, ddp.device) != "fake":
+            meet_ranks(ddp.process_group, label, number, is_in_step=is_in_step)
         numbers[kind] = number  # Either all ranks count this module, or none does.
         if not is_copy:
-            compare_settings(reducer.group, label, settings, ddp.device)
+            compare_settings(ddp.process_group, label, settings, ddp.device)
         refuse_memory(reducer, ddp.process_group)
         if config.mode == "auto" and is_copy:
             reducer.record.decision = ("the buckets of a copy are filled up to caps",)

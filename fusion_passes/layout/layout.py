@@ -4,6 +4,7 @@ on all ranks."""
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -97,6 +98,30 @@ class Layout:
 
     buckets: tuple[Bucket, ...]
     places: Mapping[ParameterNumber, tuple[BucketIndex, Offset]] = field(repr=False)
+    _starts: dict[tuple[Piece, tuple[Offset, ...]], Offset | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _counts: dict[Piece, Counter[BucketIndex]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def start(self, numbers: Piece, offsets: tuple[Offset, ...]) -> Offset | None:
+        """Where a flat buffer begins in its bucket, in elements, if gradients lie in the buffer at
+        these offsets; ``None`` if the layout places them differently. Looked up after the first
+        call, which is by parameter."""
+        if (numbers, offsets) not in self._starts:
+            index, first = self.places[numbers[0]]
+            start = Offset(first - offsets[0])
+            places = [(index, start + offset) for offset in offsets]
+            is_there = start >= 0 and places == [self.places[number] for number in numbers]
+            self._starts[numbers, offsets] = start if is_there else None
+        return self._starts[numbers, offsets]
+
+    def counts(self, numbers: Piece) -> Counter[BucketIndex]:
+        """How many of these gradients each bucket has. Looked up as in :meth:`start`."""
+        if numbers not in self._counts:
+            self._counts[numbers] = Counter(self.places[number][0] for number in numbers)
+        return self._counts[numbers]
 
     @property
     def with_memory(self) -> list[BucketIndex]:

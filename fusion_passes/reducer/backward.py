@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fusion_passes.layout.layout import ParameterNumber
 from fusion_passes.reducer.compiled_forward import CompiledForward, Destinations, Gradient
@@ -133,9 +133,12 @@ class Reducers:
     _all: weakref.WeakValueDictionary[int, Reducer] = field(
         default_factory=weakref.WeakValueDictionary
     )
-    hooks: HooksOfOthers = field(default_factory=HooksOfOthers)
+    hooks: HooksOfOthers = field(init=False)
     _walker: Walker = field(default_factory=Walker)
     _routes: dict[tuple[Any, ...], Route] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.hooks = HooksOfOthers(self._nodes)
 
     def __len__(self) -> int:
         return len(self._all)
@@ -143,24 +146,24 @@ class Reducers:
     def add(self, reducer: Reducer) -> None:
         """Have a reducer take part in backwards, until it is freed."""
         self._all[id(reducer)] = reducer
-        reducer.registry = self
+        reducer.on_unreached = self.take
         self.version += 1
         self.forget_routes()
         # Routes keep reducers, and walks keep parameters.
-        weakref.finalize(reducer.ddp, self.forget_routes).atexit = False
+        weakref.finalize(reducer.module.ddp, self.forget_routes).atexit = False
         self._name_all()
-        self.forget_hooks()
+        self.hooks.forget()
         weakref.finalize(reducer, self.on_change).atexit = False
         self.on_change()
 
     def _name_all(self) -> None:
         """Tell modules with one label apart: labels are counted on each group."""
         alive = self.alive()
-        labels = [reducer.label for reducer in alive]
-        for reducer in alive:
-            reducer.queue.name = reducer.label
-            if labels.count(reducer.label) > 1:
-                reducer.queue.name += f" on group {reducer.group.group_name}"
+        labels = [reducer.module.label for reducer in alive]
+        for reducer, label in zip(alive, labels, strict=True):
+            reducer.queue.name = label
+            if labels.count(label) > 1:
+                reducer.queue.name += f" on group {reducer.module.group.group_name}"
 
     def discard(self, reducer: Reducer) -> None:
         self._all.pop(id(reducer), None)
@@ -215,7 +218,7 @@ class Reducers:
     def take(self, reducer: Reducer) -> None:
         """Register a reducer whose gradient arrived although the walk did not reach it, for example
         from a nested backward (reentrant checkpointing). The reducer joins the running backward if
-        there is only one. Otherwise its round ends with the nested backward.
+        there is only one. Otherwise its iteration ends with the nested backward.
 
         If other modules share its process group, its buckets are launched at the end of the
         backward, because the gradients of such modules may arrive in another order on each rank."""
@@ -224,7 +227,8 @@ class Reducers:
             return
         run = reducer.backward = self.running[0]
         reducer.queue.is_at_end = any(
-            each is not reducer and each.group is reducer.group for each in self.alive()
+            each is not reducer and each.module.group is reducer.module.group
+            for each in self.alive()
         )
         run.taking_part = [
             r for r in reversed(self.alive()) if r is reducer or r in run.taking_part
@@ -237,17 +241,17 @@ class Reducers:
         its compiled forwards."""
         run.keeps_graph = bool(args[1] if len(args) > 1 else kw.get("retain_graph", False))
         idle = [r for r in self.alive() if r.backward is None]
-        expecting = {r for r in idle if r.is_expecting}
+        expecting = {r for r in idle if r.module.is_expecting}
         others = {r for r in idle if r.outputs.entered or r.outputs.has_spent}
         if not expecting and not others:
             return []
         run.creates_graph = bool(args[2] if len(args) > 2 else kw.get("create_graph", False))
         run.only_some = bool(args[3] if len(args) > 3 else kw.get("inputs", False))
-        self.find_hooked()  # It may refuse what there is.
+        _ = self.hooks.found  # It may refuse what there is.
         found = self._walker.walk(outputs, with_entries=run.keeps_graph or bool(others))
         for reducer in expecting | others:
             if reducer.outputs.spend(found.nodes, keeps_graph=run.keeps_graph):
-                reducer.refuse(second_backward(reducer.label))
+                reducer.module.refuse(second_backward(reducer.module.label))
         for reducer in expecting:
             if not reducer.has_begun:  # There was another forward.
                 reducer.outputs.entered.clear()
@@ -265,19 +269,14 @@ class Reducers:
                 reducer.outputs.enter(found.entries)
         return self._add_compiled(found.compiled, route)  # Last: a reducer may refuse the backward.
 
-    def find_hooked(self) -> Mapping[int, str]:
-        """As :attr:`HooksOfOthers.found`; asks the nodes of all modules if it is not known."""
-        found = self.hooks.found
-        if found is not None:
-            return found
+    def _nodes(self) -> Iterator[tuple[str, nn.Parameter, Any, int]]:
+        """Name, AccumulateGrad node and number of reducers of each parameter of each module."""
         owners = self.owners()
-        return self.hooks.find(
-            (parameters.names[number], parameter, node, len(owners[id(parameter)]))
-            for reducer in self.alive()
-            for number, node in reducer.hooks.nodes.items()
-            for parameters in (reducer.parameters,)
-            for parameter in (parameters.all[number],)
-        )
+        for reducer in self.alive():
+            known = reducer.parameters
+            for number, node in reducer.hooks.nodes.items():
+                parameter = known.all[number]
+                yield known.names[number], parameter, node, len(owners[id(parameter)])
 
     def _route(self, found: Reached, expecting: Collection[Reducer], why: str) -> Route:
         """The route of a backward. If all gradients come from compiled forwards, and these lead to
@@ -334,25 +333,6 @@ class Reducers:
                 )
             )
         return route
-
-    @property
-    def has_hooked(self) -> bool:
-        """As :meth:`Registry.has_hooked`."""
-        found = self.hooks.found
-        return found is None or bool(found)
-
-    def why_hooked(self, reducer: Reducer, number: ParameterNumber) -> str:
-        """As :meth:`HooksOfOthers.why`, for a parameter of a module."""
-        parameter = reducer.parameters.all[number]
-        return self.hooks.why(
-            parameter,
-            reducer.hooks.nodes[number],
-            lambda: sum(any(p is parameter for p in r.parameters.all) for r in self.alive()),
-        )
-
-    def forget_hooks(self) -> None:
-        """Ask all nodes again which hooks they have: one may have been registered."""
-        self.hooks.forget()
 
     def _add_compiled(self, compiled: Iterable[Any], route: Route) -> list[Any]:
         """Record where the compiled forwards with these nodes store. Return these nodes."""
@@ -413,10 +393,10 @@ def _put_in_order(taking_part: Sequence[Reducer]) -> None:
     layers that are used last come first."""
     last_on: dict[Any, Reducer] = {}
     for reducer in taking_part:
-        before = last_on.get(reducer.group)
+        before = last_on.get(reducer.module.group)
         if before is not None:
             reducer.queue.previous, before.queue.next = before.queue, reducer.queue
-        last_on[reducer.group] = reducer
+        last_on[reducer.module.group] = reducer
 
 
 reducers: Final = Reducers()
@@ -429,7 +409,7 @@ def register_on_node(register: Callable[..., Any], hooks: Any, hook: Any) -> Any
     torch does not report which node has hooks."""
     registered = register_unless_asked(register, hooks, hook)
     if not is_of_module_hooks(hook):
-        reducers.forget_hooks()
+        reducers.hooks.forget()
     return registered
 
 

@@ -21,20 +21,34 @@ Gradient: TypeAlias = tuple[Reducer, ParameterNumber]
 
 @dataclass(frozen=True)
 class Stored:
-    """Gradients that a compiled backward stores together.
+    """Gradients that a compiled backward stores together in one buffer.
 
     Attributes:
         reducer: their reducer.
         numbers: the parameters.
-        sizes: the number of elements of each gradient.
+        offsets: the offset of each gradient in the buffer, in elements.
+        numel: the number of elements of the buffer.
         contributions: how many compiled forwards contribute to each gradient; if several do, it is
             their sum.
     """
 
     reducer: Reducer
     numbers: Piece
-    sizes: list[int]
+    offsets: tuple[Offset, ...]
+    numel: int
     contributions: int
+
+    @property
+    def has_sizes_of_parameters(self) -> bool:
+        """Whether each gradient has as many elements as its parameter."""
+        kinds = self.reducer.parameters.kinds
+        sizes = [end - start for start, end in itertools.pairwise([*self.offsets, self.numel])]
+        return sizes == [kinds[number].numel for number in self.numbers]
+
+    def gradients(self, buffer: Tensor) -> list[Tensor]:
+        """Each gradient in the buffer: ``[numel]``."""
+        ends = itertools.pairwise([*self.offsets, self.numel])
+        return [buffer[start:end] for start, end in ends]
 
 
 @dataclass
@@ -53,46 +67,31 @@ class Destinations:
     final: frozenset[InputPosition]
     contributions: Mapping[InputPosition, int]
     nodes: Sequence[Any]
-    _stored: dict[tuple[InputPosition, ...], Stored | None] = field(default_factory=dict)
+    _stored: dict[tuple[Any, ...], tuple[Stored | None, str]] = field(default_factory=dict)
 
-    def of(self, positions: tuple[InputPosition, ...]) -> Stored | None:
-        """The gradients at these positions, if they belong to one module, are final, and have
-        equally many contributions; else ``None``."""
-        if positions not in self._stored:
-            self._stored[positions] = self._find(positions)
-        return self._stored[positions]
+    def of(
+        self, positions: tuple[InputPosition, ...], offsets: tuple[Offset, ...], numel: int
+    ) -> tuple[Stored | None, str]:
+        """The gradients at these positions, which lie at these offsets in a buffer, if one buffer
+        can hold them; else ``None``, and the reason, for gradients that are final."""
+        key = positions, offsets, numel
+        if key not in self._stored:
+            self._stored[key] = self._find(*key)
+        return self._stored[key]
 
-    def _find(self, positions: tuple[InputPosition, ...]) -> Stored | None:
+    def _find(
+        self, positions: tuple[InputPosition, ...], offsets: tuple[Offset, ...], numel: int
+    ) -> tuple[Stored | None, str]:
         if not self.final.issuperset(positions):
-            return None
+            return None, BESIDE
         owners = [self.owners[position] for position in positions]
         contributions = {self.contributions[position] for position in positions}
         reducer = owners[0][0]
         if len(contributions) > 1 or any(owner is not reducer for owner, _ in owners):
-            return None
+            return None, SEVERAL
         numbers = tuple(number for _, number in owners)
-        sizes = [reducer.parameters.kinds[number].numel for number in numbers]
-        return Stored(reducer, numbers, sizes, contributions.pop())
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """A buffer handed to a running compiled backward and not marked ready yet.
-
-    Attributes:
-        stored: the gradients.
-        offsets: the offset of each gradient, in elements.
-        is_bucket: whether the buffer is a part of a bucket.
-    """
-
-    stored: Stored
-    offsets: Sequence[Offset]
-    is_bucket: bool
-
-    def gradients(self, memory: Tensor) -> list[Tensor]:
-        """Each gradient in the memory: ``[numel]``."""
-        pairs = zip(self.offsets, self.stored.sizes, strict=True)
-        return [memory[start : start + size] for start, size in pairs]
+        stored = Stored(reducer, numbers, offsets, numel, contributions.pop())
+        return (stored, "") if stored.has_sizes_of_parameters else (None, RENUMBERED)
 
 
 @dataclass
@@ -103,11 +102,13 @@ class CompiledForward:
         destinations: whose its gradients are.
         partial_sums: the parts that compiled backwards have given so far. All compiled forwards of
             one backward share this dictionary.
+        begun: the buffers handed to the running compiled backward and not marked ready yet, by
+            positions: their gradients, and whether the buffer is a part of a bucket.
     """
 
     destinations: Destinations
     partial_sums: dict[Gradient, list[Tensor]]
-    _begun: dict[tuple[InputPosition, ...], _Begun] = field(default_factory=dict)
+    begun: dict[tuple[InputPosition, ...], tuple[Stored, bool]] = field(default_factory=dict)
     _accumulates: dict[int, bool] = field(default_factory=dict)
 
     @property
@@ -127,40 +128,31 @@ class CompiledForward:
         numel: int,
         dtype: torch.dtype,
     ) -> Tensor | None:
-        """As :meth:`Reducer.part_of_bucket`. If the gradient is a sum, the graph that contributes
+        """As :meth:`Iteration.part_of_bucket`. If the gradient is a sum, the graph that contributes
         last stores its part in the bucket, and the other parts are added there."""
         if not self.accumulates:
             return None
         key = tuple(positions)
-        stored = self.destinations.of(key)
+        stored, why = self.destinations.of(key, tuple(offsets), numel)
         if stored is None:
-            self._note_not_stored(positions)
+            for position in self.destinations.owners.keys() & positions:
+                reducer, number = self.destinations.owners[position]
+                is_single = why == SEVERAL and self.destinations.contributions[position] == 1
+                _note_no_memory(reducer, number, BESIDE if is_single else why)
             return None
         reducer, numbers = stored.reducer, stored.numbers
-        sizes = [end - start for start, end in itertools.pairwise([*offsets, numel])]
-        if sizes != stored.sizes:
-            reducer.note_no_memory(numbers, RENUMBERED)
-            return None
         # A hook may have been registered since the backward was walked.
-        reasons = reducer.why_not_stored(numbers)
+        reasons = reducer.hooks.why_not_stored(numbers)
         if reasons:
             for number in numbers:
-                reducer.note_no_memory((number,), reasons.get(number, BESIDE))
+                _note_no_memory(reducer, number, reasons.get(number, BESIDE))
             return None
         reducer.memory.note_existing(numbers)
         memory = None
-        if self._is_last(stored):
-            memory = reducer.part_of_bucket(numbers, offsets, numel, dtype)
-        self._begun[key] = _Begun(stored, offsets, memory is not None)
+        if reducer.iteration is not None and self._is_last(stored):
+            memory = reducer.iteration.part_of_bucket(numbers, stored.offsets, numel, dtype)
+        self.begun[key] = stored, memory is not None
         return memory
-
-    def _note_not_stored(self, positions: Sequence[InputPosition]) -> None:
-        known = self.destinations
-        are_final = known.final.issuperset(positions)
-        for position in known.owners.keys() & positions:
-            reducer, number = known.owners[position]
-            is_several = are_final and known.contributions[position] > 1
-            reducer.note_no_memory((number,), SEVERAL if is_several else BESIDE)
 
     def _is_last(self, stored: Stored) -> bool:
         """Whether the other compiled forwards have contributed to these sums."""
@@ -179,31 +171,38 @@ class CompiledForward:
         """Tell the reducer that the compiled backward of this forward has stored gradients in the
         memory that :meth:`give_memory` returned. It copied those at the positions ``copied``, for
         the reasons ``why``, joined by ``|``."""
-        begun = self._begun.pop(tuple(positions), None) if self.accumulates else None
+        begun = self.begun.pop(tuple(positions), None) if self.accumulates else None
         if begun is None:
             return
-        reducer, numbers = begun.stored.reducer, begun.stored.numbers
+        stored, is_bucket = begun
+        reducer, numbers, now = stored.reducer, stored.numbers, stored.reducer.iteration
+        if now is None:
+            return
         with reducer.queue.lock:
             reducer.memory.join_streams()
-        if not reducer.gives_memory:
-            if reducer.is_expecting:
-                reducer.assignment.observe(numbers)
+        if not now.gives_memory:
+            reducer.assignment.observe(numbers)
             return
-        is_sum = begun.stored.contributions > 1
+        is_sum = stored.contributions > 1
         if is_sum:
-            gradients = begun.gradients(memory)
-            if not self._is_last(begun.stored):
+            gradients = stored.gradients(memory)
+            if not self._is_last(stored):
                 for number, part in zip(numbers, gradients, strict=True):
                     self.partial_sums.setdefault((reducer, number), []).append(part)
                 return
             _add(gradients, [self.partial_sums.pop((reducer, number)) for number in numbers])
-        if not begun.is_bucket:
+        if not is_bucket:
             # Here and not in hooks, which run after the graph: a rank with another graph may store
             # these, and launch the bucket before the model's own collectives that come later.
-            reducer.mark_stored(numbers, stored_apart=begun.gradients(memory))
+            now.mark_stored(numbers, stored_apart=stored.gradients(memory))
             return
         copies = [self.destinations.owners[position][1] for position in copied]
-        reducer.mark_stored(numbers, is_sum=is_sum, copied=copies, why=why)
+        now.mark_stored(numbers, is_sum=is_sum, copied=copies, why=why)
+
+
+def _note_no_memory(reducer: Reducer, number: ParameterNumber, why: str) -> None:
+    if reducer.iteration is not None:
+        reducer.iteration.note_no_memory((number,), why)
 
 
 def _add(gradients: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:

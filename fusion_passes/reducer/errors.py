@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 from fusion_passes.layout.layout import ParameterNumber
 from fusion_passes.reducer.parameters import Parameters
-from fusion_passes.torch_private.ddp import raise_as_ddp
 
 
 class RefusedGradientError(RuntimeError):
@@ -18,19 +16,6 @@ class RefusedGradientError(RuntimeError):
 
 Refuse: TypeAlias = Callable[[str], NoReturn]
 """Raises :class:`RefusedGradientError` with this text."""
-
-
-def refusing(ddp: Any) -> Refuse:
-    """The function that raises a :class:`RefusedGradientError` as a module's own error. It holds
-    the module by a weak reference."""
-    reference = weakref.ref(ddp)
-
-    def refuse(text: str) -> NoReturn:
-        module = reference()
-        assert module is not None, "its gradients come"
-        raise_as_ddp(module, RefusedGradientError, text)
-
-    return refuse
 
 
 def repeated_gradients(

@@ -8,14 +8,57 @@ from typing import Any
 
 from torch import nn
 
-from fusion_passes.layout.layout import ParameterNumber
-from fusion_passes.reducer.copies import HOOKS_UNKNOWN, NODE_HOOKED
+from fusion_passes.layout.layout import ParameterNumber, Piece
+from fusion_passes.reducer.copies import HOOKED, HOOKS_UNKNOWN, NODE_HOOKED
 from fusion_passes.torch_private.autograd import (
+    accumulates_plainly,
     hook_behind_accumulation,
     hooks_on_node,
     registers_hooks,
 )
 from fusion_passes.torch_private.ddp import has_optimizer_in_backward
+
+
+class HooksOfOthers:
+    """Which AccumulateGrad nodes have hooks that are no reducer's. Torch does not report it, so all
+    nodes are asked, once after each registration of a hook on any node.
+
+    Attributes:
+        are_none: whether no node had one, and no hook was registered on any node since.
+    """
+
+    def __init__(self, nodes: Callable[[], Iterable[tuple[str, nn.Parameter, Any, int]]]) -> None:
+        """``nodes`` returns name, parameter, node and number of reducers for each parameter of each
+        managed module."""
+        self.are_none = False
+        self._nodes = nodes
+        self._found: Mapping[int, str] = {}
+        self._found_by: object = None
+
+    @property
+    def found(self) -> Mapping[int, str]:
+        """The parameters whose node has hooks of others, or may have some, by id, each with a
+        reason for the report that says which of the two it is.
+
+        Raises:
+            ValueError: a parameter has an optimizer that runs in the backward.
+        """
+        if self._found_by is registers_hooks():
+            return self._found
+        found = dict[int, str]()
+        for name, parameter, node, num_owners in self._nodes():
+            why = _why(node, num_owners)
+            if why:
+                refuse_optimizer(name, parameter)
+                found[id(parameter)] = why
+        self._found, self._found_by = found, registers_hooks()
+        self.are_none = not found
+        return found
+
+    def forget(self) -> None:
+        """Ask all nodes again: a hook may have been registered."""
+        self._found_by = None
+        self.are_none = False
 
 
 class ParameterHooks:
@@ -28,11 +71,12 @@ class ParameterHooks:
         awaited: parameters that a graph marked ready and whose hook has not run yet.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], others: HooksOfOthers) -> None:
         self.nodes: dict[ParameterNumber, Any] = {}
         self.handles: list[Any] = []
         self.awaited: set[ParameterNumber] = set()
         self._parameters = parameters
+        self._others = others
         self._callbacks: dict[ParameterNumber, Callable[..., None]] = {}
 
     def add(self, number: ParameterNumber, callback: Callable[..., None]) -> None:
@@ -48,54 +92,22 @@ class ParameterHooks:
         if self.nodes[number] is not node:
             self.add(number, self._callbacks[number])
 
+    def why_hooked(self, number: ParameterNumber) -> str:
+        """That the node of a parameter has hooks of others, or may have some, in words for the
+        report; empty if it has none."""
+        if self._others.are_none:
+            return ""
+        return self._others.found.get(id(self._parameters[number]), "")
 
-class HooksOfOthers:
-    """Which AccumulateGrad nodes have hooks that are no reducer's. Torch does not report it, so all
-    nodes are asked, once after each registration of a hook on any node.
-
-    Attributes:
-        are_none: whether no node had one, and no hook was registered on any node since.
-    """
-
-    def __init__(self) -> None:
-        self.are_none = False
-        self._found: Mapping[int, str] | None = None
-        self._found_by: object = None
-
-    @property
-    def found(self) -> Mapping[int, str] | None:
-        """The parameters whose node has hooks of others, or may have some, by id, each with a
-        reason for the report that says which of the two it is. ``None`` if a hook was registered on
-        any node since all nodes were asked."""
-        return self._found if self._found_by is registers_hooks() else None
-
-    def find(self, nodes: Iterable[tuple[str, nn.Parameter, Any, int]]) -> Mapping[int, str]:
-        """Ask all nodes. ``nodes``: name, parameter, node and number of reducers for each parameter
-        of each module.
-
-        Raises:
-            ValueError: a parameter has an optimizer that runs in the backward.
-        """
-        found = dict[int, str]()
-        for name, parameter, node, num_owners in nodes:
-            why = _why(node, num_owners)
-            if why:
-                refuse_optimizer(name, parameter)
-                found[id(parameter)] = why
-        self._found, self._found_by = found, registers_hooks()
-        self.are_none = not found
+    def why_not_stored(self, numbers: Piece) -> dict[ParameterNumber, str]:
+        """Why no graph may store some of these gradients now, because of hooks, by number."""
+        parameters, found = self._parameters, dict[ParameterNumber, str]()
+        if not accumulates_plainly(*[parameters[number] for number in numbers]):
+            found = {n: HOOKED for n in numbers if not accumulates_plainly(parameters[n])}
+        if not self._others.are_none:
+            hooked = ((n, self.why_hooked(n)) for n in numbers if n not in found)
+            found |= {number: why for number, why in hooked if why}
         return found
-
-    def why(self, parameter: nn.Parameter, node: Any, num_owners: Callable[[], int]) -> str:
-        """That a node has hooks of others, or may have some, in words for the report; empty if it
-        has none."""
-        found = self.found
-        return _why(node, num_owners()) if found is None else found.get(id(parameter), "")
-
-    def forget(self) -> None:
-        """Ask all nodes again: a hook may have been registered."""
-        self._found = None
-        self.are_none = False
 
 
 def _why(node: Any, num_owners: int) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from fusion_passes.layout.layout import Bucket, BucketIndex, Layout, Offset, ParameterNumber, Piece
+from fusion_passes.layout.layout import Bucket, Layout, ParameterNumber, Piece
 from fusion_passes.reducer.communication import (
     AllReduce,
     Communication,
@@ -56,13 +55,13 @@ class LaunchQueue:
         self._group = group
         self._memory = memory
         self._on_all_launched = on_all_launched
-        self._places: Mapping[ParameterNumber, tuple[BucketIndex, Offset]] = {}
+        self._layout = Layout((), {})
         self._pending: list[int] = []
         self._waits: list[Wait] = []
 
     def begin(self, layout: Layout) -> None:
         """Begin an iteration: every bucket lacks all its gradients."""
-        self.buckets, self._places = layout.buckets, layout.places
+        self.buckets, self._layout = layout.buckets, layout
         self._pending = [len(bucket.numbers) for bucket in layout.buckets]
         self._waits = []
 
@@ -82,7 +81,7 @@ class LaunchQueue:
 
     def mark_ready(self, numbers: Piece) -> None:
         """Mark gradients ready that lie in their buckets."""
-        for index, count in Counter([self._places[number][0] for number in numbers]).items():
+        for index, count in self._layout.counts(numbers).items():
             self._pending[index] -= count
 
     def launch_ready(self) -> None:

@@ -201,11 +201,11 @@ class BucketMemory:
         elif memory is not None:  # Else it is empty.
             gradients = self._gradients(bucket.numbers)
             begin, size = memory.data_ptr(), memory.itemsize
-            places = zip(bucket.offsets, gradients, strict=True)
-            lies_there = [g is not None and g.data_ptr() == begin + o * size for o, g in places]
-            if not all(lies_there):
-                each = zip(bucket.numbers, gradients, lies_there, strict=True)
-                self._copy_back([(n, g) for n, g, is_there in each if not is_there], used)
+            places = [begin + offset * size for offset in bucket.offsets]
+            found = [None if gradient is None else gradient.data_ptr() for gradient in gradients]
+            if found != places:
+                each = zip(bucket.numbers, gradients, found, places, strict=True)
+                self._copy_back([(n, g) for n, g, at, place in each if at != place], used)
 
     def _copy_back(
         self,

@@ -19,6 +19,7 @@ class Parameters:
         names: the name of each parameter.
         strides: the dense strides in which the gradient of each parameter is sent.
         kinds: the kind of each parameter that requires a gradient, by number.
+        numbers: the numbers of the parameters that require a gradient.
         delayed: numbers of the parameters of ``delay_all_reduce_named_params``.
     """
 
@@ -26,16 +27,13 @@ class Parameters:
     names: Sequence[str]
     strides: Sequence[tuple[int, ...]]
     kinds: Kinds
+    numbers: frozenset[ParameterNumber] = field(init=False)
     delayed: frozenset[ParameterNumber] = field(init=False)
 
     def __post_init__(self) -> None:
         delayed = frozenset(number for number, kind in self.kinds.items() if kind.is_delayed)
+        object.__setattr__(self, "numbers", frozenset(self.kinds))
         object.__setattr__(self, "delayed", delayed)
-
-    @property
-    def numbers(self) -> Collection[ParameterNumber]:
-        """The numbers of the parameters that require a gradient."""
-        return self.kinds.keys()
 
     @property
     def trained(self) -> list[nn.Parameter]:

@@ -67,28 +67,28 @@ class FailureNotes:
     """Whether the store did not answer: its host may be what failed. It is not asked again, so that
     the error is not delayed further."""
 
-    def leave(self, round_: int, text: str) -> None:
-        """Note why this rank cannot finish an iteration. ``round_`` is the iteration's number, the
+    def leave(self, iteration: int, text: str) -> None:
+        """Note why this rank cannot finish an iteration, given by its number, which is the
         same on all ranks. Only the first note of an iteration is kept."""
-        if self._left_in == round_ or self.group.size() == 1:
+        if self._left_in == iteration or self.group.size() == 1:
             return
         note = f"{self.group.rank()} {text[:500]}"
-        self._left_in, self._left = round_, note
-        self._ask(lambda store: store.compare_set(self._key(round_), "", note))
+        self._left_in, self._left = iteration, note
+        self._ask(lambda store: store.compare_set(self._key(iteration), "", note))
 
-    def take_back(self, round_: int) -> None:
+    def take_back(self, iteration: int) -> None:
         """Remove the note that this rank left in an iteration, if any, because the rank finished
         the iteration after all: the note must not explain a later failure."""
-        if self._left_in == round_:
+        if self._left_in == iteration:
             self._left_in, note = -1, self._left
-            self._ask(lambda store: store.compare_set(self._key(round_), note, ""))
+            self._ask(lambda store: store.compare_set(self._key(iteration), note, ""))
 
-    def why_failed(self, round_: int, error: Exception) -> RanksDisagreeError | None:
+    def why_failed(self, iteration: int, error: Exception) -> RanksDisagreeError | None:
         """The error that quotes another rank's note, if a collective of this rank may have raised
         ``error``; ``None`` if no other rank left a note."""
         if self.group.size() == 1 or not _may_be_a_collectives(error):
             return None
-        key = self._key(round_)
+        key = self._key(iteration)
         note = self._ask(lambda store: store.get(key) if store.check([key]) else b"")
         if not note:
             return None
@@ -107,8 +107,8 @@ class FailureNotes:
         self._is_silent = answer is None
         return answer
 
-    def _key(self, round_: int) -> str:
-        return f"ddp_fusion/failure/{self.label}/{round_}"
+    def _key(self, iteration: int) -> str:
+        return f"ddp_fusion/failure/{self.label}/{iteration}"
 
 
 def _may_be_a_collectives(error: Exception) -> bool:

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusion_passes.layout.layout import ParameterNumber
+from fusion_passes.reducer.averaged_module import AveragedModule
 from fusion_passes.reducer.communication import Wait, nothing
-from fusion_passes.reducer.errors import Refuse, changed_graph
+from fusion_passes.reducer.errors import changed_graph
 from fusion_passes.reducer.parameters import Parameters
 from fusion_passes.torch_private.process_groups import begin_all_reduce
 
@@ -67,12 +67,19 @@ class AllUsed:
         """End the iteration."""
 
 
+def used_parameters(module: AveragedModule, parameters: Parameters) -> AllUsed:
+    """Which parameters the iterations of a module use, by what DDP was constructed with."""
+    if module.ddp.static_graph:
+        return StaticGraph(parameters, module)
+    return FoundUnused(parameters, module) if module.ddp.find_unused_parameters else AllUsed()
+
+
 class _Map(AllUsed):
     """Reduces a map of the used parameters over the ranks, ``[number of trained parameters]``."""
 
-    def __init__(self, parameters: Parameters, group: Any) -> None:
+    def __init__(self, parameters: Parameters, module: AveragedModule) -> None:
         self._parameters = parameters
-        self._group = group
+        self._module = module
         self._used: set[ParameterNumber] = set()
         self._launched: tuple[Tensor, Wait] | None = None
 
@@ -82,17 +89,18 @@ class _Map(AllUsed):
     def launch(self) -> None:
         # As in DDP, which gives delayed parameters zeros at least.
         used_here = self._used | self._parameters.delayed
-        values = [int(number in used_here) for number in self._parameters.numbers]
+        values = [int(number in used_here) for number in self._parameters.kinds]
         device = next(iter(self._parameters.kinds.values())).device
         counts = torch.tensor(values, dtype=torch.int32, device=device)
         wait: Wait = nothing
-        if self._group.size() > 1:
-            wait = begin_all_reduce(self._group, counts, torch.distributed.ReduceOp.SUM)
+        group = self._module.group
+        if group.size() > 1:
+            wait = begin_all_reduce(group, counts, torch.distributed.ReduceOp.SUM)
         self._launched = counts, wait
 
     def _read(self) -> set[ParameterNumber]:
         assert self._launched is not None, "it is launched behind the last bucket"
-        pairs = zip(self._parameters.numbers, self._launched[0].tolist(), strict=True)
+        pairs = zip(self._parameters.kinds, self._launched[0].tolist(), strict=True)
         return {number for number, count in pairs if count}
 
     def end(self) -> None:
@@ -109,7 +117,7 @@ class FoundUnused(_Map):
     def begin(self, reached: Collection[ParameterNumber]) -> set[ParameterNumber]:
         # Also those of outputs that the loss does not use: eager DDP's sink behind all outputs
         # marks them ready in the first backward.
-        return set(self._parameters.numbers).difference(reached)
+        return set(self._parameters.numbers.difference(reached))
 
     def on_any_rank(self) -> set[ParameterNumber] | None:
         if self._launched is None:
@@ -129,10 +137,8 @@ class StaticGraph(_Map):
         RefusedGradientError: a parameter is accumulated more often than in the first iteration.
     """
 
-    def __init__(self, parameters: Parameters, group: Any, label: str, refuse: Refuse) -> None:
-        super().__init__(parameters, group)
-        self._label = label
-        self._refuse = refuse
+    def __init__(self, parameters: Parameters, module: AveragedModule) -> None:
+        super().__init__(parameters, module)
         self._now: dict[ParameterNumber, int] = {}
         self._counts: dict[ParameterNumber, int] | None = None
         self._on_any_rank: set[ParameterNumber] | None = None
@@ -146,7 +152,7 @@ class StaticGraph(_Map):
         self._now.clear()
         if self._counts is None:
             return set()
-        return set(self._parameters.numbers) - self._counts.keys()
+        return set(self._parameters.numbers - self._counts.keys())
 
     def count(self, number: ParameterNumber, *, is_first: bool) -> bool:
         times = self._now[number] = self._now.get(number, 0) + 1
@@ -154,8 +160,9 @@ class StaticGraph(_Map):
             return is_first
         expected = self._counts.get(number, 0)
         if times > expected:
-            text = changed_graph(self._parameters, self._label, number, times, expected)
-            self._refuse(text)
+            label = self._module.label
+            text = changed_graph(self._parameters, label, number, times, expected)
+            self._module.refuse(text)
         return times == expected
 
     def count_stored(self, numbers: Iterable[ParameterNumber]) -> None:

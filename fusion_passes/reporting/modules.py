@@ -42,7 +42,7 @@ def _note_gone(reducer: Reducer) -> None:
 
 
 def _module(reducer: Reducer) -> ModuleReport:
-    communication = reducer.queue.communication
+    communication, group = reducer.queue.communication, reducer.module.group
     if isinstance(communication, AllReduce):
         mode = "coalesced" if communication.is_coalesced else "concat"
     else:
@@ -50,10 +50,10 @@ def _module(reducer: Reducer) -> ModuleReport:
     device = next(iter(reducer.parameters.kinds.values())).device
     registered = reducer.memory.registered
     return ModuleReport(
-        reducer.name,
-        reducer.group.group_name,
-        reducer.group.size(),
-        backend_name(reducer.group, device),
+        reducer.queue.name,
+        group.group_name,
+        group.size(),
+        backend_name(group, device),
         mode,
         name_of_hook(communication.hook) if isinstance(communication, HookCall) else "",
         reducer.steps,
@@ -69,7 +69,7 @@ def _buckets(reducer: Reducer) -> Iterator[BucketReport]:
     """The reports of the buckets that are sent, in launch order."""
     if not reducer.assignment.is_fixed:
         return
-    names, copied = reducer.parameters.names, reducer.why_copied()
+    names, copied = reducer.parameters.names, reducer.record.why_copied(reducer.parameters.kinds)
     for bucket in reducer.assignment.layout.buckets:
         if not (bucket.numel or bucket.is_sparse):
             continue
@@ -81,13 +81,13 @@ def _buckets(reducer: Reducer) -> Iterator[BucketReport]:
             sent_dtype = reducer.queue.communication.sent_dtype(bucket.dtype)
             scaling = reducer.queue.communication.scaling(bucket.dtype)
         yield BucketReport(
-            module=reducer.name,
-            group=reducer.group.group_name,
+            module=reducer.queue.name,
+            group=reducer.module.group.group_name,
             dtype=dtype_name(bucket.dtype),
             num_bytes=numel * bucket.dtype.itemsize,
             sent_bytes=numel * sent_dtype.itemsize,
             scaling=scaling,
             parameters=tuple(names[number] for number in bucket.numbers),
             copied=tuple((names[n], copied[n]) for n in bucket.numbers if n in copied),
-            name=bucket_name(reducer.name, bucket),
+            name=bucket_name(reducer.queue.name, bucket),
         )

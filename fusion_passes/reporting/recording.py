@@ -58,7 +58,7 @@ class Recording:
         self._wanted = steps
         self._plain_wanted = plain_steps
         self._gather = gather
-        self._rounds = _rounds()
+        self._iterations = _iterations()
         self._last_ns = 0
         self._plain: list[tuple[float, bool]] = []
         self._compile_s = compile_seconds()
@@ -71,8 +71,8 @@ class Recording:
 
     def after_backward(self) -> None:
         """Check whether a step has ended; if so, begin what comes next."""
-        before, self._rounds = self._rounds, _rounds()
-        if self._rounds <= before or self.is_done:  # Fewer if a module was freed.
+        before, self._iterations = self._iterations, _iterations()
+        if self._iterations <= before or self.is_done:  # Fewer if a module was freed.
             return
         if self._profiler is None and any(reducer.tuner for reducer in reducers.alive()):
             self._last_ns, self._plain = 0, []  # Buckets still change between steps.
@@ -141,7 +141,7 @@ class Recording:
         backward_counts.after = None
 
 
-def _rounds() -> int:
+def _iterations() -> int:
     """The number of times that a module's gradients have been completed."""
     return sum(reducer.steps for reducer in reducers.alive())
 

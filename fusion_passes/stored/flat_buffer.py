@@ -91,7 +91,7 @@ class FlatBuffer(ABC):
                 is_grouped=is_grouped,
                 change=self.change_of(gradient),
             )
-            self.note_writer(writer)
+            self.note_writer(number, writer)
             if number not in relaid | obstacles and may_be_bound_anew(gradient):
                 self.sums[number] = box_of(gradient).data.get_name()
             if is_grouped:
@@ -110,8 +110,8 @@ class FlatBuffer(ABC):
         return None
 
     @abstractmethod
-    def note_writer(self, writer: Any) -> None:
-        """Receive the buffer that writes a gradient's place."""
+    def note_writer(self, number: int, writer: Any) -> None:
+        """Receive the buffer that writes a gradient's place, and the index of the gradient."""
 
     def end_stores(self) -> None:  # noqa: B027 - the default does nothing
         """Finish the stores of kernels; copies by an operator call are lowered after this."""

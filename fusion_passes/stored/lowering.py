@@ -5,7 +5,7 @@ returns the memory, and the gradients' own kernels write into it: see
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 import torch
 from torch import fx
@@ -14,12 +14,14 @@ from fusion_passes.graph.custom_ops import STORE, split_strides
 from fusion_passes.layout.layout import InputPosition, Offset
 from fusion_passes.reducer.operators import BUCKET, MARK_READY, STORE_GRADIENTS
 from fusion_passes.stored.flat_buffer import FlatBuffer
+from fusion_passes.stored.obstacles import may_be_bound_anew
 from fusion_passes.torch_private.inductor import (
     give_as_code_is_written,
     graph_lowering,
     inductor_ir,
     is_fused_away,
     last_collective,
+    lower_as,
     register_lowering,
     run_behind,
 )
@@ -54,6 +56,7 @@ def register_store_lowerings(on_stored: OnStored = lambda _, __: None) -> None:
             # A graph from a cache is not lowered again, so it reports its copies when it runs.
             arguments += [[positions[number] for number in reported], ""]
         marked = buffer.call_behind(MARK_READY, *arguments)
+        buffer.return_written(graph_lowering().current_node.args[0], offsets)
 
         def why() -> str:
             of_sums = ["" if is_fused_away(name) else OWN_TENSOR for name in sums.values()]
@@ -84,11 +87,26 @@ class _ReducerBuffer(FlatBuffer):
     def __init__(self, bucket: Any, nodes: Sequence[fx.Node], gradients: Sequence[Any]) -> None:
         super().__init__(bucket.data, nodes, gradients, bucket.get_device(), bucket.get_dtype())
         self._bucket = bucket
-        self._writers: list[Any] = []
+        self._writers: dict[int, Any] = {}
 
-    def note_writer(self, writer: Any) -> None:
+    def note_writer(self, number: int, writer: Any) -> None:
         run_behind(writer.get_operation_name(), buffer=self.data.data.get_name())
-        self._writers.append(writer)
+        self._writers[number] = writer
+
+    def return_written(self, bucket: fx.Node, offsets: Sequence[Offset]) -> None:
+        """Have the graph return a gradient as the buffer that its kernel wrote, instead of a new
+        view of the memory, which takes the host as long as the allocation of a tensor."""
+        written = {
+            (offsets[number], *writer.get_size(), *writer.get_stride()): writer
+            for number, writer in self._writers.items()
+            if not may_be_bound_anew(self.gradients[number])
+        }
+        for view in bucket.users:
+            if view.target is torch.ops.aten.as_strided.default:
+                _, size, strides, offset = cast("tuple[Any, ...]", view.args)
+                writer = written.get((offset, *size, *strides))
+                if writer is not None:
+                    lower_as(view, inductor_ir().TensorBox.create(writer))
 
     def copy(self, values: list[Any], offsets: list[Offset], strides: list[int]) -> None:
         self.call_behind(STORE, values, offsets, strides)
@@ -99,7 +117,7 @@ class _ReducerBuffer(FlatBuffer):
         graphs launch in the same order. Return Inductor's operation for the call."""
         graph, ir = graph_lowering(), inductor_ir()
         collective = last_collective()
-        before = [*self._writers, *([] if collective is None else [collective])]
+        before = [*self._writers.values(), *([] if collective is None else [collective])]
         known = len(graph.operations)
         ir.FallbackKernel.create(operator, self._bucket, *args)
         calls = [op for op in graph.operations[known:] if isinstance(op, ir.FallbackKernel)]

@@ -116,6 +116,12 @@ def register_lowering(target: OpOverload, function: Any) -> None:
     inductor_lowerings().register_lowering(target, type_promotion_kind=None)(function)
 
 
+def lower_as(node: torch.fx.Node, value: Any) -> None:
+    """Use an Inductor IR value for a node that is not lowered yet, in place of its lowering: an
+    ``fx.Interpreter`` does not run nodes that have a value."""
+    graph_lowering().env[node] = value
+
+
 def run_behind(operation: str, *, buffer: str) -> None:
     """Have Inductor's scheduler run an operation after the one that makes a buffer, whether or not
     the operation reads it. Both are given by name."""

@@ -68,7 +68,7 @@ class TracedModules:
         known = self._reducers.get(name)
         if known is not None and known() is reducer:
             return
-        names = [name, *(f"{name}#{number}" for number in reducer.parameters.numbers)]
+        names = [name, *(f"{name}#{number}" for number in reducer.parameters.kinds)]
         if known is not None:
             self._forget(name, known, names)
         # Compiled autograd caches graphs by their autograd nodes and the names in their hooks, and
@@ -76,7 +76,7 @@ class TracedModules:
         clear_backward_cache()
         reference = self._reducers[name] = weakref.ref(reducer)
         for each in names:
-            register_process_group(each, reducer.group)
+            register_process_group(each, reducer.module.group)
         weakref.finalize(reducer, self._forget, name, reference, names).atexit = False
 
     def _forget(self, name: str, reference: weakref.ref[Reducer], names: Sequence[str]) -> None:
@@ -99,11 +99,11 @@ class TracedModules:
         assert isinstance(communication, AllReduce), "else it is not traced"
         return Owner(
             group_name=base,
-            process_group=reducer.group.group_name,
-            module=reducer.label,
+            process_group=reducer.module.group.group_name,
+            module=reducer.module.label,
             parameter=reducer.parameters.names[index] if number else "",
             backend=communication.backend,
-            world_size=reducer.group.size(),
+            world_size=reducer.module.group.size(),
             number=index,
             strides=tuple(reducer.parameters.strides[index]) if number else None,
         )
@@ -124,7 +124,7 @@ class TracedModules:
         """Everything that a cached graph depends on, as text. For each gradient, it includes the
         strides and the name in the report."""
         known = [(name, r) for name, ref in sorted(self._reducers.items()) if (r := ref())]
-        numbers = [f"{name}#{number}" for name, r in known for number in r.parameters.numbers]
+        numbers = [f"{name}#{number}" for name, r in known for number in r.parameters.kinds]
         return repr([*map(self.owner_of, numbers), *(self.buckets_of(name) for name, _ in known)])
 
 
@@ -162,7 +162,7 @@ class TracedBackwards:
         self._threads.add(threading.get_ident())
         is_on = traces_backwards()
         modules = run.taking_part
-        is_to_be = (r.config.backward_graph == "compiled_autograd" for r in modules)
+        is_to_be = (r.module.config.backward_graph == "compiled_autograd" for r in modules)
         is_asked = bool(modules) and (is_on or any(is_to_be))
         run.why_untraced = self._why_untraced(run) if is_asked else ""
         if is_asked and not run.why_untraced:
@@ -194,11 +194,11 @@ class TracedBackwards:
             return "it was called with retain_graph, create_graph or inputs"
         if run.has_others:
             return "it reaches parameters of no module that was constructed under ddp_fusion"
-        if len({reducer.group for reducer in run.taking_part}) < len(run.taking_part):
+        if len({reducer.module.group for reducer in run.taking_part}) < len(run.taking_part):
             return "several DistributedDataParallel modules in it share a process group"
-        if len({reducer.config.mode for reducer in run.taking_part}) > 1:
+        if len({reducer.module.config.mode for reducer in run.taking_part}) > 1:
             return "its modules were constructed with different modes of ddp_fusion"
-        hooked = reducers.find_hooked()
+        hooked = reducers.hooks.found
         parameters = (r.parameters.all[n] for r in run.taking_part for n in run.reached[r])
         of_hooks = (hooked.get(id(parameter), "") for parameter in parameters)
         of_modules = (
@@ -246,7 +246,7 @@ class TracedBackwards:
         """Set ``config`` and release the lock while the graph of a backward runs: compiled autograd
         is off then, so other threads may go on."""
         self._capturing.release()
-        self.config = run.taking_part[0].config
+        self.config = run.taking_part[0].module.config
         try:
             with in_one_graph():
                 yield
@@ -260,7 +260,7 @@ def _give_up(run: RunningBackward, error: Exception) -> str:
     run.why_untraced = f"torch cannot compile it as one graph: {_in_a_line(error)}"
     for reducer in run.taking_part:
         traced_backwards.given_up[reducer] = run.why_untraced
-    labels = ", ".join(reducer.label for reducer in run.taking_part)
+    labels = ", ".join(reducer.module.label for reducer in run.taking_part)
     warn_once(
         f"untraced {labels}",
         f"Compiled autograd was requested but does not trace backwards of {labels}: torch cannot "
@@ -287,7 +287,7 @@ def _why_module_untraced(reducer: Reducer, reached: Collection[ParameterNumber])
             reducer.used.is_found
         ),
         "Inductor would all-reduce coalesced gradients in another layout, before torch 2.13": (
-            reducer.config.mode == "coalesced" and not keeps_strides_of_lists()
+            reducer.module.config.mode == "coalesced" and not keeps_strides_of_lists()
         ),
         "it has sparse gradients": any(kind.is_sparse for kind in kinds.values()),
         "it has complex gradients": any(kind.dtype.is_complex for kind in kinds.values()),
@@ -295,7 +295,7 @@ def _why_module_untraced(reducer: Reducer, reached: Collection[ParameterNumber])
             kind.is_delayed for kind in kinds.values()
         ),
         "it does not reach every parameter of a module": (
-            set(reached) != set(reducer.parameters.numbers) or reducer.has_begun
+            set(reached) != reducer.parameters.numbers or reducer.has_begun
         ),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")

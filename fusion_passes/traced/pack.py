@@ -81,7 +81,8 @@ class _PackBuffer(FlatBuffer):
 
         return change
 
-    def note_writer(self, writer: Any) -> None:
+    def note_writer(self, number: int, writer: Any) -> None:
+        del number
         self._kernel.inputs.append(writer)
 
     def end_stores(self) -> None:

@@ -42,11 +42,12 @@ COMPARE, LEAVE = -1, -2  # Rank 0 sends one of these if it has no layout.
 def learn_layout(reducer: Reducer) -> None:
     """Fix the layout that an earlier run has kept for a new module, or have the first steps choose
     one. All ranks call this in the module's constructor."""
-    kinds, group = reducer.parameters.kinds, reducer.group
+    kinds, group = reducer.parameters.kinds, reducer.module.group
     reasons = {
         "nothing is sent on one rank": group.size() == 1,
         "memory that NCCL has registered stays as it is": reducer.memory.registered is not None,
-        "compiled autograd has one layout": reducer.config.backward_graph == "compiled_autograd",
+        "compiled autograd has one layout": reducer.module.config.backward_graph
+        == "compiled_autograd",
     }
     for why in (why for why, holds in reasons.items() if holds):
         _say(reducer, f"buckets are filled up to caps: {why}")
@@ -77,8 +78,14 @@ def learn_layout(reducer: Reducer) -> None:
 
 def _path_of(reducer: Reducer) -> Path:
     """The file of a module. Its name depends on everything that a constructor knows of steps."""
-    known, size, sent_as = reducer.parameters, reducer.group.size(), reducer.config.reduce_dtype
-    backend = process_groups.backend_name(reducer.group, next(iter(known.kinds.values())).device)
+    known, size, sent_as = (
+        reducer.parameters,
+        reducer.module.group.size(),
+        reducer.module.config.reduce_dtype,
+    )
+    backend = process_groups.backend_name(
+        reducer.module.group, next(iter(known.kinds.values())).device
+    )
     kinds = [replace(kind, device=torch.device(kind.device.type)) for kind in known.kinds.values()]
     parameters = [(known.names[n], known.all[n].shape) for n in known.kinds]
     key = repr([parameters, kinds, size, backend, sent_as, reducer.assignment.caps])
@@ -99,11 +106,11 @@ def _read(path: Path, numbers: Iterable[int]) -> list[Piece]:
 
 def _say(reducer: Reducer, *sentences: str) -> None:
     reducer.record.decision = sentences
-    log.info("%s: %s", reducer.label, "; ".join(sentences))
+    log.info("%s: %s", reducer.module.label, "; ".join(sentences))
 
 
 class LayoutTuner:
-    """Compares layouts of a module. A step ends with a round, which all ranks count alike."""
+    """Compares layouts of a module. A step ends with an iteration, which all ranks count alike."""
 
     def __init__(self, device: torch.device, path: Path) -> None:
         self._device, self._path = device, path
@@ -112,9 +119,9 @@ class LayoutTuner:
         self._contest = Contest(0)
         self._turns: Iterator[int] = iter(())
 
-    def end_round(self, reducer: Reducer) -> None:
-        """Handle the end of a backward, which may have ended a round. All ranks call this at the
-        same place among their collectives."""
+    def end_iteration(self, reducer: Reducer) -> None:
+        """Handle the end of a backward, which may have ended an iteration. All ranks call this
+        at the same place among their collectives."""
         if reducer.steps == self._steps:
             return
         kinds, assignment = reducer.parameters.kinds, reducer.assignment
@@ -128,7 +135,7 @@ class LayoutTuner:
         elif not self._layouts:
             self._layouts = candidates(assignment.pieces, kinds, assignment.caps)
             self._contest = Contest(len(self._layouts))
-            self._turns = self._all_turns(reducer.group)
+            self._turns = self._all_turns(reducer.module.group)
         index = None if why else next(self._turns, None)
         if index is None:
             self._end(reducer, why)
@@ -168,7 +175,7 @@ class LayoutTuner:
         _say(reducer, *said)
         reducer.fix_layout([*self._layouts.values(), reducer.assignment.layout][choice])
         reducer.tuner = None
-        if why or reducer.group.rank():
+        if why or reducer.module.group.rank():
             return
         buckets = [bucket.numbers for bucket in reducer.assignment.layout.buckets]
         try:  # Whole or not at all: other processes may read or write the file at the same time.

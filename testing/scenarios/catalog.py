@@ -119,7 +119,7 @@ TORCH_CRASHES = "torch 2.11 can crash where one thread is traced while another o
 
 
 def on_two(feature: str, target: str, *checked: str, **options: Any) -> Scenario:
-    """A scenario with one DDP module on two ranks.
+    """A scenario on two ranks.
 
     Args:
         feature: name of the scenario.
@@ -128,7 +128,7 @@ def on_two(feature: str, target: str, *checked: str, **options: Any) -> Scenario
         options: fields of :class:`testing.scenarios.entries.Scenario`, ``options`` as a dictionary;
             all others are arguments of the target.
     """
-    return on_ranks("ddp-2", feature, target, *checked, **{"ranks": 2, **options})
+    return with_ddp(feature, target, *checked, **options)
 
 
 def on_ranks(
@@ -150,13 +150,33 @@ def on_ranks(
     )
 
 
+def with_ddp(feature: str, target: str, *checked: str, ranks: int = 2, **options: Any) -> Scenario:
+    """A scenario with one DDP module, by default on two ranks."""
+    return on_ranks(f"ddp-{ranks}", feature, target, *checked, ranks=ranks, **options)
+
+
 def plain(feature: str, *checked: str, **options: Any) -> Scenario:
-    """A scenario with the most common training loop, on two ranks."""
-    return on_two(feature, "loops:plain", *checked, **options)
+    """A scenario with the most common training loop."""
+    return with_ddp(feature, "loops:plain", *checked, **options)
+
+
+def joined(feature: str, *checked: str, **options: Any) -> Scenario:
+    """A scenario of ``join`` in the most common training loop."""
+    return with_ddp(feature, "joining:uneven", *checked, **options)
+
+
+def tables(feature: str, *checked: str, **options: Any) -> Scenario:
+    """A scenario with two sparse embeddings."""
+    return with_ddp(feature, "sparse:tables", *checked, **options)
+
+
+def strides_changed(feature: str, *checked: str, **options: Any) -> Scenario:
+    """A scenario in which strides of parameters change after DDP is constructed."""
+    return with_ddp(feature, "by_hand:strides_changed", *checked, **options)
 
 
 def branches(feature: str, *checked: str, **options: Any) -> Scenario:
-    """A scenario on two ranks. Its model has branches, and a step may skip some branches."""
+    """A scenario whose model has branches. A step may skip some of them."""
     return plain(feature, *checked, **{**BRANCHES, **options})
 
 
@@ -174,7 +194,7 @@ def tensor_parallel(feature: str, *checked: str, **options: Any) -> Scenario:
 def in_thirds(feature: str, *checked: str, **options: Any) -> Scenario:
     """A scenario of averages over three ranks, in a single backward."""
     defaults: Options = {**THREE, "launches": ONE_BACKWARD}
-    return on_ranks("ddp-3", feature, "precision:in_thirds", *checked, **defaults, **options)
+    return with_ddp(feature, "precision:in_thirds", *checked, **defaults, **options)
 
 
 def smaller(feature: str, dtype: str, *checked: str, **options: Any) -> Scenario:
@@ -190,10 +210,10 @@ _FIELDS = {field.name for field in dataclasses.fields(Scenario)}
 SCENARIOS = (
     # --- How ranks share the work
     plain("plain", CONCAT, "concat/bf16", EACH_TORCH, dtypes=ALL_DTYPES, launches=1),
-    on_ranks("ddp-4", "plain", "loops:plain", dtypes=ALL_DTYPES, launches=1),
-    on_ranks("ddp-4", "no-sync", "loops:plain", **TWO_BY_THREE),
-    on_ranks("ddp-4", "unused-changing", "loops:plain", **BRANCHES, takes=FOUR_IN_TURN),
-    on_ranks("ddp-4", "unused-added", "loops:plain", **BRANCHES, **ADDED, takes=FOUR_OTHERS),
+    plain("plain", ranks=4, dtypes=ALL_DTYPES, launches=1),
+    plain("no-sync", ranks=4, **TWO_BY_THREE),
+    branches("unused-changing", ranks=4, takes=FOUR_IN_TURN),
+    branches("unused-added", ranks=4, takes=FOUR_OTHERS, **ADDED),
     on_ranks("ddp-4", "update-group", "reducer:another_group"),
     on_ranks("ddp-4", "update-group-hook", "reducer:another_group_for_all", CONCAT),
     tensor_parallel("plain", dtypes=("fp32", "bf16"), steps=2, sizes=(3, 5), launches=1),
@@ -372,51 +392,21 @@ SCENARIOS = (
     # --- Unusual parameters
     plain("frozen", COALESCED, model="frozen", launches=1),
     plain("ignored", model="ignored"),
-    on_two("sparse-accumulated", "sparse:tables", micro_batches=2, no_sync=True, moves=True),
-    on_two("sparse-tables-inside", "sparse:tables", **INSIDE),
-    on_two("sparse-tables-kept", "sparse:tables", CONCAT, local=(0, 2), zero="never", launches=3),
-    on_two("sparse-tables-zeroed", "sparse:tables", zero="kept"),
-    on_two("sparse-padding", "sparse:tables", of_first={"padding_idx": 1}),
-    on_two("sparse-all-used", "sparse:tables", ddp=FIND_UNUSED),
-    on_two("sparse-static-graph", "sparse:tables", ddp={"static_graph": True}),
-    on_two(
-        "sparse-unused",
-        "sparse:tables",
-        CONCAT,
-        takes="b b/ / /b b",
-        is_dense=True,
-        ddp=FIND_UNUSED,
-    ),
+    tables("sparse-accumulated", micro_batches=2, no_sync=True, moves=True),
+    tables("sparse-tables-inside", **INSIDE),
+    tables("sparse-tables-kept", CONCAT, local=(0, 2), zero="never", launches=3),
+    tables("sparse-tables-zeroed", zero="kept"),
+    tables("sparse-padding", of_first={"padding_idx": 1}),
+    tables("sparse-all-used", ddp=FIND_UNUSED),
+    tables("sparse-static-graph", ddp={"static_graph": True}),
+    tables("sparse-unused", CONCAT, takes="b b/ / /b b", is_dense=True, ddp=FIND_UNUSED),
     # Torch produces dense gradients for it if the forward is compiled.
-    on_two(
-        "sparse-max-norm",
-        "sparse:tables",
-        CONCAT,
-        is_dense=True,
-        of_first={"max_norm": 0.5},
-        launches=3,
-    ),
+    tables("sparse-max-norm", CONCAT, is_dense=True, of_first={"max_norm": 0.5}, launches=3),
     # The last layer fills one bucket, the other layer another one, and each table is a bucket of
     # its own.
-    on_ranks(
-        "ddp-3",
-        "sparse-tables",
-        "sparse:tables",
-        CONCAT,
-        ddp={"bucket_cap_mb": 144 / 2**20},
-        **THREE,
-        launches=4,
-    ),
-    on_ranks("ddp-3", "sparse-join", "sparse:tables", is_joined=True, **THREE),
-    on_ranks(
-        "ddp-3",
-        "sparse-join-divided",
-        "sparse:tables",
-        CONCAT,
-        is_joined=True,
-        by_initial=False,
-        **THREE,
-    ),
+    tables("sparse-tables", CONCAT, ddp={"bucket_cap_mb": 144 / 2**20}, **THREE, launches=4),
+    tables("sparse-join", is_joined=True, **THREE),
+    tables("sparse-join-divided", CONCAT, is_joined=True, by_initial=False, **THREE),
     plain("tied", CONCAT, model="tied", launches=1),
     plain("layouts", model="layouts", launches=1),
     plain("layouts-kept", CONCAT, NEWEST_TORCH, model="layouts", **KEPT, launches=1),
@@ -440,24 +430,17 @@ SCENARIOS = (
     on_two("deepcopy-on-one-rank", "reducer:deepcopy_on_one_rank", CONCAT),
     on_two("second-ddp", "reducer:second_ddp", CONCAT),
     # --- Strides that change after DDP is constructed, beside averages that are made by hand
-    on_two(
+    strides_changed(
         "strides-changed",
-        "by_hand:strides_changed",
         CONCAT,
         NEWEST_TORCH,
         where=(0, 1),
         fails_on_oldest="Dynamo of this torch has no guard on the strides of a parameter",
     ),
-    on_two("strides-changed-eager", "by_hand:strides_changed", is_compiled=False, where=(0, 1)),
-    on_two("strides-changed-on-one", "by_hand:strides_changed", COALESCED, where=(1,)),
-    on_two("strides-changed-on-one-kept", "by_hand:strides_changed", CONCAT, where=(0,), **KEPT),
-    on_two(
-        "strides-changed-on-one-eager",
-        "by_hand:strides_changed",
-        CONCAT,
-        is_compiled=False,
-        where=(1,),
-    ),
+    strides_changed("strides-changed-eager", is_compiled=False, where=(0, 1)),
+    strides_changed("strides-changed-on-one", COALESCED, where=(1,)),
+    strides_changed("strides-changed-on-one-kept", CONCAT, where=(0,), **KEPT),
+    strides_changed("strides-changed-on-one-eager", CONCAT, is_compiled=False, where=(1,)),
     # --- Delayed reductions, beside averages that are made by hand
     on_two("delayed", "by_hand:delayed", CONCAT, EACH_TORCH),
     on_two("delayed-no-sync", "by_hand:delayed", COALESCED, micro_batches=3, steps=2),
@@ -470,33 +453,28 @@ SCENARIOS = (
     on_two("delayed-repeated", "by_hand:delayed_repeated", CONCAT),
     on_two("delayed-sparse", "by_hand:delayed_sparse", CONCAT),
     on_two("delayed-instances", "by_hand:delayed_instances", CONCAT),
-    on_ranks("ddp-3", "delayed", "by_hand:delayed", CONCAT, **THREE),
+    with_ddp("delayed", "by_hand:delayed", CONCAT, **THREE),
     # --- join
-    on_two("join", "joining:uneven", CONCAT, EACH_TORCH),
-    on_two("join-rank-0", "joining:uneven", COALESCED, steps=((4, 1),)),
-    on_two("join-several-times", "joining:uneven", CONCAT, steps=((0, 3), (3, 1), (2, 2))),
-    on_two("join-divided", "joining:uneven", COALESCED, steps=((1, 2), (3, 1)), by_initial=False),
-    on_two(
-        "join-buffers", "joining:uneven", CONCAT, EACH_TORCH, steps=((2, 4), (3, 1)), **COUNTING
-    ),
-    on_two(
-        "join-no-sync", "joining:uneven", COALESCED, steps=((1, 3),), micro_batches=2, no_sync=True
-    ),
-    on_two("join-inside", "joining:uneven", CONCAT, **INSIDE),
-    on_two("join-batch-sizes", "joining:uneven", COALESCED, steps=((2, 5),), sizes=(4, 1, 3)),
-    on_two("join-buckets", "joining:uneven", CONCAT, ddp={"bucket_cap_mb": 0.0005}),
-    on_two("join-hook", "joining:uneven", COALESCED, hook="summing"),
-    on_two("join-unused", "joining:uneven", takes="a/ /a", **JOINED_UNUSED),
-    on_two("join-unused-more", "joining:uneven", takes="a/b /a ab/", **JOINED_UNUSED),
+    joined("join", CONCAT, EACH_TORCH),
+    joined("join-rank-0", COALESCED, steps=((4, 1),)),
+    joined("join-several-times", CONCAT, steps=((0, 3), (3, 1), (2, 2))),
+    joined("join-divided", COALESCED, steps=((1, 2), (3, 1)), by_initial=False),
+    joined("join-buffers", CONCAT, EACH_TORCH, steps=((2, 4), (3, 1)), **COUNTING),
+    joined("join-no-sync", COALESCED, steps=((1, 3),), micro_batches=2, no_sync=True),
+    joined("join-inside", CONCAT, **INSIDE),
+    joined("join-batch-sizes", COALESCED, steps=((2, 5),), sizes=(4, 1, 3)),
+    joined("join-buckets", CONCAT, ddp={"bucket_cap_mb": 0.0005}),
+    joined("join-hook", COALESCED, hook="summing"),
+    joined("join-unused", takes="a/ /a", **JOINED_UNUSED),
+    joined("join-unused-more", takes="a/b /a ab/", **JOINED_UNUSED),
     on_two("join-static-graph", "joining:static_graph", CONCAT),
     on_two("join-static-graph-unused", "joining:static_graph_of_some"),
     on_two("join-optimizer", "joining:beside_an_optimizer", CONCAT),
     on_two("join-disabled", "joining:disabled", CONCAT),
-    on_ranks("ddp-4", "join", "joining:uneven", CONCAT, steps=((1, 2, 4, 4),)),
-    on_ranks(
-        "ddp-4",
+    joined("join", CONCAT, ranks=4, steps=((1, 2, 4, 4),)),
+    joined(
         "join-divided",
-        "joining:uneven",
+        ranks=4,
         steps=((1, 2, 4, 4),),
         by_initial=False,
         moves=False,
@@ -611,8 +589,8 @@ SCENARIOS = (
     plain("hook-post-local", CONCAT, hook="post-local sgd", steps=4),
     plain("hook-another-group", CONCAT, hook="another group"),
     branches("hook-another-group-unused", hook="another group", **IN_TURN),
-    on_ranks("ddp-4", "hook-users", "loops:plain", CONCAT, **USERS, launches=1),
-    on_ranks("ddp-4", "hook-powersgd", "loops:plain", CONCAT, **POWER_SGD),
+    plain("hook-users", CONCAT, ranks=4, **USERS, launches=1),
+    plain("hook-powersgd", CONCAT, ranks=4, **POWER_SGD),
     # --- Optimizers
     plain("optimizer-in-hook", hook="stepping", moves=False, becomes=UNFUSED, warns=STEPS),
     on_two("optimizer-fused", "loops:clipped", kind="fused", **ROUNDS),

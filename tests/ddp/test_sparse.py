@@ -8,9 +8,9 @@ import copy
 import pytest
 import torch
 import torch._dynamo
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
@@ -65,22 +65,17 @@ def test_a_table_that_a_dense_layer_uses_too_keeps_its_dense_gradient() -> None:
             ddp.zero_grad()
             ddp(ids).sum().backward()
     gradient, wanted = ddp.module.table.weight.grad, alone.table.weight.grad
-    assert isinstance(gradient, Tensor)
-    assert isinstance(wanted, Tensor)
-    assert torch.equal(gradient, wanted)
+    torch.testing.assert_close(gradient, wanted, rtol=0, atol=0)
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_communication_hook_is_given_sparse_gradients_by_ddps_own_reducer() -> None:
     seen = list[torch.layout]()
 
-    def mine(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def mine(state, bucket):  # DDP compares annotations, which must not be strings.
         seen.append(bucket.buffer().layout)
-        done = torch.futures.Future[Tensor]()
-        done.set_result(bucket.buffer())
-        return done
+        return noop_hook(state, bucket)
 
-    mine.__annotations__.clear()  # DDP does not accept a string as a type.
     with inductor_config.patch(ddp_fusion="concat"):
         ddp = DistributedDataParallel(_Towers())
         words = "it has sparse gradients and communication hook .*mine, which is to be given them"
@@ -139,6 +134,4 @@ def test_nothing_is_computed_where_a_gradient_lies(mode: FusionMode) -> None:
     assert fusion_passes.report().backwards[-1].reduced_in == "reducer"
     for name, parameter in alone.named_parameters():
         gradient, wanted = model.get_parameter(name).grad, parameter.grad
-        assert gradient is not None
-        assert wanted is not None
         torch.testing.assert_close(gradient.to_dense(), wanted.to_dense(), msg=name)

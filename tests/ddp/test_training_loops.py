@@ -24,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fusion_passes
-from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import reducer_of
 from testing.fake_world import fake_world, two_layers
 from testing.scenarios.both_ways import noted_warnings
@@ -135,15 +134,6 @@ def test_step_that_was_decorated_before_the_flag_was_set() -> None:
     assert _steps(holder[0], step) == IN_PLACE
 
 
-def test_another_value_of_the_flag_is_for_modules_to_come() -> None:
-    ddp = _managed("concat")
-    inductor_config.ddp_fusion = "coalesced"
-    assert _steps(ddp, _compiled(ddp)) == IN_PLACE
-    communication = reducer_of(ddp).queue.communication
-    assert isinstance(communication, AllReduce)
-    assert not communication.is_coalesced
-
-
 class _Halved(nn.Module):
     """Its backward fills a tensor of the batch's size instead of saving it."""
 
@@ -201,17 +191,6 @@ def test_a_backward_that_reaches_no_managed_parameter_is_left_alone() -> None:
     other(_inputs()).sum().backward()
     torch.autograd.grad(ddp(_inputs()).sum(), ddp.module[0].weight)
     assert reducer_of(ddp).steps == 1
-
-
-def test_users_pass_runs_in_the_same_compile() -> None:
-    seen: list[int] = []
-    inductor_config.post_grad_custom_post_pass = lambda graph: seen.append(len(graph.nodes))
-    ddp = _managed()
-    stored = _steps(ddp, _compiled(ddp))
-    inductor_config.ddp_fusion = None
-    inductor_config.post_grad_custom_post_pass = None
-    assert len(seen) == 2, "once for the forward, once for the backward"
-    assert stored == IN_PLACE
 
 
 def test_module_constructed_before_the_flag_is_warned_about_once(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fusion_passes.graph.edits import erase, pin, record, replace_uses
 from fusion_passes.graph.text import graph_text
-from testing.graphs import assert_same_numbers, execute, tensor, trace
+from tests.support.graphs import assert_same_numbers, execute, tensor, trace
 
 
 def _calls(module: fx.GraphModule) -> list[fx.Node]:

@@ -4,9 +4,6 @@ everything."""
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +22,7 @@ from fusion_passes.install.compiles import SLOT
 from fusion_passes.stored.store_pass import StorePass
 from fusion_passes.traced.fuse_pass import FusePass
 from testing.fake_world import fake_world, one_rank, two_layers, without_kernels
+from tests.support.launch import launch
 
 
 @pytest.fixture(autouse=True)
@@ -148,11 +146,12 @@ def test_what_others_have_put_around_a_replacement_works_when_it_is_undone() -> 
 def test_other_peoples_passes_come_first_and_stay(
     monkeypatch: pytest.MonkeyPatch, given: str, graph: Any
 ) -> None:
+    """A user's pass may be a ``CustomGraphPass`` or any other function."""
     ran: list[str] = []
-    theirs = _UsersPass(ran)
     for ours in (StorePass, FusePass):
         monkeypatch.setattr(ours, "__call__", lambda self, _: ran.append(type(self).__name__))
     is_global = given == "for all compiles"
+    theirs: Any = _UsersPass(ran) if is_global else lambda _: ran.append("theirs")
     flag = FusionConfig(backward_graph=graph)
     slot = {SLOT: theirs} if is_global else {}
     with one_rank(), without_kernels(), inductor_config.patch(ddp_fusion=flag, **NO_CACHE, **slot):
@@ -166,21 +165,12 @@ def test_other_peoples_passes_come_first_and_stay(
         assert getattr(inductor_config, SLOT) is (theirs if is_global else None)
 
 
-def _import_with(value: str) -> subprocess.CompletedProcess[str]:
+@pytest.mark.newest_torch
+def test_environment_variable_gives_the_default() -> None:
+    """A setting of the program's own takes precedence."""
     code = (
         "import fusion_passes, torch._inductor.config as c; print('flag', c.ddp_fusion);"
         "c.ddp_fusion = None; print('set', c.ddp_fusion)"
     )
-    environment = {**os.environ, "FUSION_PASSES_DDP_FUSION": value}
-    command = [sys.executable, "-c", code]
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-
-
-@pytest.mark.newest_torch
-def test_environment_variable_gives_the_default() -> None:
-    result = _import_with("coalesced")
-    assert result.returncode == 0, result.stderr
-    assert "flag coalesced" in result.stdout
-    assert "set None" in result.stdout, "the program's own setting comes before the environment"
+    said = launch("-c", code, FUSION_PASSES_DDP_FUSION="coalesced").stdout
+    assert said == "flag coalesced\nset None\n"

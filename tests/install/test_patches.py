@@ -19,8 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fusion_passes import FusionWarning
 from fusion_passes.ddp.module import hand_over
 from fusion_passes.torch_private import owner_of_name
-from testing import fake_world
-from testing.fake_world import two_layers
+from testing.fake_world import two_layers, without_kernels
 from testing.processes import RankPool
 from tests.install.torch_state import (
     changed,
@@ -36,10 +35,9 @@ UNTIL_HANDED_OVER = "In a managed module, until DDP's own reducer takes it over"
 
 
 @pytest.fixture
-def one_rank() -> Iterator[None]:
+def one_rank(one_rank: None) -> None:
+    """The process group of the other tests, without garbage of theirs."""
     gc.collect()
-    with fake_world.one_rank():
-        yield
 
 
 # --- What changes with the flag ----------------------------------------------------------------
@@ -203,6 +201,7 @@ def _undoing_what_ddp_sets() -> Iterator[None]:
     rules.get_legacy_mod_inlinelist.cache_clear()
 
 
+@without_kernels()
 def _launches_of_torchs_own_fusion() -> int:
     """Collectives of a step of a module with torch's Python reducer and compiled autograd."""
     torch._dynamo.reset()

@@ -137,7 +137,7 @@ def changed_for_good() -> list[str]:
     from fusion_passes.stored import store_pass
     from fusion_passes.torch_private.registered_memory import RegisteredMemory
     from fusion_passes.traced import fuse_pass
-    from testing.registered import Backend, Group, on_the_host
+    from tests.support.registrations import Backend, Group, on_the_host
 
     backend = Backend()
     torch._inductor.config.ddp_fusion = "concat"

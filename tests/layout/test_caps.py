@@ -79,9 +79,6 @@ def test_options_go_before_the_module(
     assert [caps.of_bucket(index) for index in range(4)] == [size * MIB for size in sizes_mb]
 
 
-GIVEN = given_caps(3 * MIB, (2 * MIB, 4 * MIB))
-
-
 @pytest.mark.parametrize(
     ("options", "module", "are_given"),
     [

@@ -270,7 +270,7 @@ def _note_after(ends_well: bool) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("ends_well", [False, True])
-def test_a_note_goes_when_its_round_ends_well(run_on_ranks: RUN, ends_well: bool) -> None:
+def test_a_note_goes_when_its_iteration_ends_well(run_on_ranks: RUN, ends_well: bool) -> None:
     told = run_on_ranks(2, _note_after, ends_well=ends_well)
     assert told[0][1] is told[1][1] is False
     assert ("ZeroDivisionError: a user's error" in told[0][0]) is not ends_well
@@ -300,7 +300,7 @@ def _constructs(flags: list[str | None], ranks: list[int]) -> tuple[str, str, fl
             ddp = DistributedDataParallel(models.mlp(2), process_group=group)
             ddp(X).sum().backward()
     assert ddp.module[0].weight.grad is not None
-    return error, reducer_of(ddp).label, seconds
+    return error, reducer_of(ddp).module.label, seconds
 
 
 def test_a_rank_without_the_flag_is_named_by_the_others(run_on_ranks: RUN) -> None:

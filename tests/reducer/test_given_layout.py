@@ -59,7 +59,7 @@ class Changing:
     def __init__(self) -> None:
         self.steps = 0
 
-    def end_round(self, reducer: Reducer) -> None:
+    def end_iteration(self, reducer: Reducer) -> None:
         if reducer.steps == self.steps or not isinstance(reducer.queue.communication, AllReduce):
             return
         self.steps, assignment = reducer.steps, reducer.assignment

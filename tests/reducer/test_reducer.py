@@ -14,11 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes import FusionWarning
 from fusion_passes.reducer.reducer import reducer_of
-from testing.models import OUTPUTS, Exact, fill_whole, linear_loss
+from testing.models import OUTPUTS, Exact, linear_loss
 from testing.scenarios.catalog import SMALL_MB
 from testing.scenarios.loop import backwards
 from testing.scenarios.run import Run
 from testing.threads import run_at_once
+from tests.reducer.test_unfinished import Heads
 from tests.support.beside_eager import beside_eager
 
 RUN = Callable[..., list[Any]]
@@ -91,13 +92,15 @@ def test_ranks_with_other_graphs_store_in_the_same_buckets(
         assert stored == [0, *[gradients] * 4], "in the first step there are no buckets yet"
 
 
-def _averaged_by_hand(run: Run, model: nn.Module, inputs: Tensor) -> list[Tensor]:
-    """This rank's gradients, averaged without a reducer."""
-    gradients = torch.autograd.grad(model(inputs).sum(), list(model.parameters()))
-    averaged = [gradient.double() for gradient in gradients]
-    for gradient in averaged:
-        dist.all_reduce(gradient, dist.ReduceOp.AVG)
-    return averaged
+def _assert_averaged(model: nn.Module, inputs: Tensor, dtype: torch.dtype) -> None:
+    """Assert that gradients have a dtype, and equal those that are averaged without a reducer."""
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(model(inputs).sum(), parameters)
+    for parameter, local in zip(parameters, expected, strict=True):
+        averaged = local.double()
+        dist.all_reduce(averaged, dist.ReduceOp.AVG)
+        assert parameter.grad.dtype == dtype
+        torch.testing.assert_close(parameter.grad.double(), averaged, rtol=0, atol=0)
 
 
 def in_wider_gradients(is_compiled: bool) -> None:
@@ -112,11 +115,7 @@ def in_wider_gradients(is_compiled: bool) -> None:
             ddp.zero_grad()
             inputs = run.rows(step)[0].bfloat16() * (1 + 2.0**-7 * dist.get_rank())
             forward(inputs).sum().backward()
-            wants = _averaged_by_hand(run, model, inputs)
-            for parameter, want in zip(model.parameters(), wants, strict=True):
-                assert parameter.grad is not None
-                assert parameter.grad.dtype == torch.float32
-                torch.testing.assert_close(parameter.grad.double(), want, rtol=0, atol=0)
+            _assert_averaged(model, inputs, torch.float32)
         assert all(b.dtype == torch.float32 for b in reducer_of(ddp).assignment.layout.buckets)
 
 
@@ -139,11 +138,7 @@ def converted_after_construction(is_compiled: bool) -> None:
                 ddp.zero_grad()
                 inputs = run.rows(step)[0].to(dtype)
                 forward(inputs).sum().backward()
-                wants = _averaged_by_hand(run, ddp.module, inputs)
-                for parameter, want in zip(ddp.parameters(), wants, strict=True):
-                    assert parameter.grad is not None
-                    assert parameter.grad.dtype == dtype
-                    torch.testing.assert_close(parameter.grad.double(), want, rtol=0, atol=0)
+                _assert_averaged(ddp.module, inputs, dtype)
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
@@ -152,20 +147,11 @@ def test_a_module_that_is_converted_is_still_averaged(run_on_ranks: RUN, is_comp
     run_on_ranks(2, converted_after_construction, is_compiled=is_compiled)
 
 
-class _Heads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList(fill_whole(nn.Linear(2, 2)) for _ in range(2))
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        return [head(x) for head in self.heads]
-
-
 def forwards_in_threads() -> None:
     """Sequence numbers of autograd nodes start anew in each thread. A second backward, through
     another forward and another output of it, does not continue the first one."""
     with inductor_config.patch(ddp_fusion="concat"):
-        ddp = DistributedDataParallel(_Heads())
+        ddp = DistributedDataParallel(Heads())
         forward = torch.compile(ddp)
         x = torch.ones(1, 2) * (1 + dist.get_rank())
         sum(output.sum() for output in forward(x)).backward()

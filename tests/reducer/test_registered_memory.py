@@ -34,7 +34,7 @@ from fusion_passes.torch_private.registered_memory import (
     why_not_registered,
 )
 from testing import models
-from testing.registered import CPU, Backend, Group, on_the_host, registered_by_nobody
+from testing.registered import registered_by_nobody
 from testing.scenarios.both_ways import flag_of, train_both
 from testing.scenarios.catalog import SMALL_MB
 from testing.scenarios.entries import Scenario
@@ -43,6 +43,7 @@ from testing.scenarios.outcomes import RankReport, judge
 from testing.scenarios.run import Run
 from tests.reducer.test_scenarios import cases
 from tests.support.beside_eager import beside_eager
+from tests.support.registrations import CPU, Backend, Group, on_the_host
 
 RUN = Callable[..., list[Any]]
 FLAG: Final = FusionConfig(memory="registered")
@@ -212,10 +213,7 @@ def test_averages_that_would_not_use_it(
 
 
 def refused_over_gloo() -> str:
-    with (
-        registered(),
-        pytest.raises(ValueError, match="memory") as caught,
-    ):
+    with registered(), pytest.raises(ValueError, match="memory") as caught:
         DistributedDataParallel(models.mlp(2))
     return str(caught.value)
 
@@ -358,7 +356,7 @@ def two_dtypes() -> tuple[list[int], int, bool]:
         model.register_parameter("empty", nn.Parameter(torch.ones(0, dtype=torch.bfloat16)))
         ddp = DistributedDataParallel(model)
         reducer = reducer_of(ddp)
-        reducer.fix_layout(reducer.assignment.rebuilt(reducer.group))
+        reducer.fix_layout(reducer.assignment.rebuilt(reducer.module.group))
         buckets = [b for b in reducer.assignment.layout.buckets if b.numel]
         memory = reducer.memory.registered
         assert memory is not None

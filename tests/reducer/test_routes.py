@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch._inductor.config as inductor_config
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.reducer.backward import Reducers, reducers
 from fusion_passes.reducer.reducer import reducer_of
-from testing.fake_world import one_rank
+
+pytestmark = pytest.mark.usefixtures("fused_rank")
 
 X = torch.ones(2, 4)
-
-
-@pytest.fixture(autouse=True)
-def _flag() -> Iterator[None]:
-    with one_rank(), inductor_config.patch(ddp_fusion="concat"):
-        yield
 
 
 def _ddp() -> Any:
@@ -37,9 +30,8 @@ def _step(ddp: Any, forward: Any) -> int:
     expected = torch.autograd.grad(
         ddp.module(X).sum(), [p for p in ddp.parameters() if p.requires_grad]
     )
-    found = [p.grad for p in ddp.parameters() if p.requires_grad]
-    for gradient, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(gradient, other)
+    found = tuple(p.grad for p in ddp.parameters() if p.requires_grad)
+    torch.testing.assert_close(found, expected)
     return reducer_of(ddp).record.num_stored
 
 
@@ -75,10 +67,9 @@ def test_a_gradient_that_is_there_before_a_step() -> None:
     compiled = torch.compile(ddp)
     for forward in (compiled, compiled, compiled, ddp, compiled):
         _step(ddp, forward)
-        before = [parameter.grad.clone() for parameter in ddp.parameters()]
+        doubled = [2 * parameter.grad for parameter in ddp.parameters()]
         forward(X).sum().backward()
-        for parameter, gradient in zip(ddp.parameters(), before, strict=True):
-            torch.testing.assert_close(parameter.grad, 2 * gradient)
+        torch.testing.assert_close([parameter.grad for parameter in ddp.parameters()], doubled)
 
 
 def test_a_module_that_is_freed_leaves_nothing() -> None:
@@ -95,7 +86,7 @@ def test_a_module_that_is_freed_leaves_nothing() -> None:
     assert [reference() for reference in left] == [None] * 5
 
 
-def test_an_unfinished_round_before_a_forward_that_dynamo_traces() -> None:
+def test_an_unfinished_iteration_before_a_forward_that_dynamo_traces() -> None:
     """The forward has no guard on the module's state: the backward raises its error."""
     ddp = _ddp()
 

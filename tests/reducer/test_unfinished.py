@@ -73,7 +73,7 @@ def left_between_two_backwards() -> dict[str, bool]:
     return told
 
 
-def test_gradients_between_two_backwards_of_a_round(run_on_ranks: RUN) -> None:
+def test_gradients_between_two_backwards_of_an_iteration(run_on_ranks: RUN) -> None:
     """Averages if the bucket was launched, local gradients otherwise; never a value that is being
     written."""
     for told in run_on_ranks(2, left_between_two_backwards):

@@ -47,8 +47,7 @@ def test_what_holds_a_launch_or_a_wait_is_not_computing_then() -> None:
 
 
 intervals = st.lists(
-    st.tuples(st.integers(0, 30), st.integers(0, 10)).map(lambda x: (x[0], x[0] + x[1])),
-    max_size=8,
+    st.tuples(st.integers(0, 30), st.integers(0, 10)).map(lambda x: (x[0], x[0] + x[1])), max_size=8
 )
 
 

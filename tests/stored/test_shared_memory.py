@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from testing.graphs import tensor
 from tests.support.call_sequence import call_sequence
 from tests.support.codegen import read_kernels
 from tests.support.cuda_backwards import multiplied_before, multiplied_behind
 from tests.support.cuda_codegen import CardCompiler
+from tests.support.graphs import tensor
 from tests.support.stores import check_stores
 
 SIZES = [(256, 512), (128, 1024)]

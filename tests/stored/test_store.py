@@ -4,20 +4,19 @@ then, and what is left alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_passes.graph.text import graph_text
 from fusion_passes.layout.caps import BucketCaps
 from fusion_passes.layout.layout import InputPosition
 from fusion_passes.stored.pieces import StoredInput
 from fusion_passes.stored.store import StoreGradients
+from tests.support.graphs import tensor, trace
 
 CPU = torch.device("cpu")
 LARGE = BucketCaps(2**20, 2**20)
@@ -28,12 +27,6 @@ def stored(index: int, *shape: int, module: int = 0, place: Any = None) -> Store
     return StoredInput(
         index, InputPosition(index), module, shape, strides, torch.float32, CPU, place
     )
-
-
-def trace(function: Callable[..., Any], *shapes: Sequence[int]) -> fx.GraphModule:
-    """A backward whose first input is ``tangents_1``."""
-    with FakeTensorMode():
-        return make_fx(function)(*(torch.empty(shape) for shape in shapes))
 
 
 def check(
@@ -53,19 +46,20 @@ def check(
 
 
 def two_layers(tangents_1: Tensor, x: Tensor, hidden: Tensor, w: Tensor) -> Any:
+    """A backward. The pass recognizes one by the name of its first input."""
     second = tangents_1.t() @ hidden
     bias = tangents_1.sum(0)
     first = (tangents_1 @ w).t() @ x
     return [first, second, bias, None]
 
 
-SHAPES = ((4, 8), (4, 16), (4, 16), (8, 16))
+INPUTS = [tensor(4, 8), tensor(4, 16), tensor(4, 16), tensor(8, 16)]
 
 
 def test_one_piece() -> None:
     inputs = [stored(0, 16, 16), stored(1, 8, 16), stored(2, 8)]
     assert_expected_inline(
-        check(trace(two_layers, *SHAPES), inputs, 4),
+        check(trace(two_layers, INPUTS), inputs, 4),
         """\
 tangents_1_1: f32[4, 8]
 x_1: f32[4, 16]
@@ -91,7 +85,7 @@ def test_two_pieces() -> None:
     inputs = [stored(0, 16, 16), stored(1, 8, 16), stored(2, 8)]
     caps = BucketCaps(8 * 16 * 4, 8 * 16 * 4)
     assert_expected_inline(
-        check(trace(two_layers, *SHAPES), inputs, 4, caps),
+        check(trace(two_layers, INPUTS), inputs, 4, caps),
         """\
 tangents_1_1: f32[4, 8]
 x_1: f32[4, 16]
@@ -122,14 +116,14 @@ def test_cut_as_the_layout_is() -> None:
         stored(1, 8, 16, place=(0, 8)),
         stored(2, 8, place=(0, 136)),
     ]
-    text = check(trace(two_layers, *SHAPES), inputs, 4)
+    text = check(trace(two_layers, INPUTS), inputs, 4)
     assert "bucket([1, 2], [8, 136], 144, torch.float32" in text
     assert "bucket([0], [0], 256, torch.float32" in text
 
 
 def test_a_module_without_a_layout_beside_one_that_has_it() -> None:
     inputs = [stored(0, 16, 16, place=(0, 8)), stored(1, 8, 16, module=1), stored(2, 8, module=1)]
-    text = check(trace(two_layers, *SHAPES), inputs, 4, LARGE, LARGE)
+    text = check(trace(two_layers, INPUTS), inputs, 4, LARGE, LARGE)
     assert "bucket([0], [8], 264, torch.float32" in text
     assert "bucket([1, 2], [0, 128], 136, torch.float32" in text
 
@@ -139,32 +133,34 @@ def test_the_next_kernel_follows_all_stores_before_it() -> None:
         return [tangents_1.sum(0), x.sum(0), tangents_1.t() @ x, tangents_1 @ x.t()]
 
     inputs = [stored(0, 8), stored(1, 8, module=1)]
-    text = check(trace(backward, (4, 8), (4, 8)), inputs, 4, LARGE, LARGE)
+    text = check(trace(backward, [tensor(4, 8), tensor(4, 8)]), inputs, 4, LARGE, LARGE)
     assert text.count("control_deps") == 1
     assert "control_deps((bucket_default, bucket_default_1), pinned_mm, t, x_1)" in text
 
 
 def test_two_modules_have_pieces_of_their_own() -> None:
     inputs = [stored(0, 16, 16, module=1), stored(1, 8, 16), stored(2, 8)]
-    text = check(trace(two_layers, *SHAPES), inputs, 4, LARGE, LARGE)
+    text = check(trace(two_layers, INPUTS), inputs, 4, LARGE, LARGE)
     assert text.count("store_gradients_(") == 2
 
 
 def test_other_shapes_are_left_alone() -> None:
     inputs = [stored(0, 16, 4), stored(1, 16, 8), stored(2, 4)]
-    assert "bucket(" not in check(trace(two_layers, *SHAPES), inputs, 4)
+    assert "bucket(" not in check(trace(two_layers, INPUTS), inputs, 4)
 
 
 def test_a_graph_that_is_no_backward_is_left_alone() -> None:
     def forward(x: Tensor, y: Tensor) -> Any:
         return [x.t() @ y, None]
 
-    assert "bucket(" not in check(trace(forward, (4, 8), (4, 8)), [stored(0, 8, 8)], 2)
+    assert "bucket(" not in check(
+        trace(forward, [tensor(4, 8), tensor(4, 8)]), [stored(0, 8, 8)], 2
+    )
 
 
 def test_other_outputs_than_gradients_are_left_alone() -> None:
     inputs = [stored(0, 16, 16)]
-    assert "bucket(" not in check(trace(two_layers, *SHAPES), inputs, 3)
+    assert "bucket(" not in check(trace(two_layers, INPUTS), inputs, 3)
 
 
 def test_a_gradient_of_two_parameters_is_stored_once() -> None:
@@ -172,7 +168,9 @@ def test_a_gradient_of_two_parameters_is_stored_once() -> None:
         both = tangents_1.t() @ x
         return [both, both]
 
-    text = check(trace(backward, (4, 8), (4, 16)), [stored(0, 8, 16), stored(1, 8, 16)], 2)
+    text = check(
+        trace(backward, [tensor(4, 8), tensor(4, 16)]), [stored(0, 8, 16), stored(1, 8, 16)], 2
+    )
     assert text.count("store_gradients_(") == 1
     assert "[0, 1]" not in text
 
@@ -188,7 +186,7 @@ def test_collectives_and_stores_keep_their_order() -> None:
         return [first, second, third]
 
     inputs = [stored(0, 8, module=0), stored(1, 8, module=1), stored(2, 4, module=2)]
-    text = check(trace(backward, (4, 8), (4, 8)), inputs, 3, LARGE, LARGE, LARGE)
+    text = check(trace(backward, [tensor(4, 8), tensor(4, 8)]), inputs, 3, LARGE, LARGE, LARGE)
     assert_expected_inline(
         text,
         """\

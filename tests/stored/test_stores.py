@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fusion_passes.config import FusionConfig
 from fusion_passes.stored.lowering import OWN_TENSOR
-from testing.graphs import TensorSpec, tensor
 from tests.support.codegen import MARK_READY, read_calls
 from tests.support.cuda_backwards import (
     MODELS,
@@ -27,6 +26,7 @@ from tests.support.cuda_backwards import (
     train_model,
 )
 from tests.support.cuda_codegen import CardCompiler, Generated, fuse, store_gradients
+from tests.support.graphs import TensorSpec, tensor
 from tests.support.stores import check_stores
 
 Generate = Callable[..., Generated]

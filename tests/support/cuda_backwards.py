@@ -18,14 +18,14 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from testing.graphs import TensorSpec, reduce, reduce_into, tensor
+from tests.support.graphs import TensorSpec, reduce, reduce_into, tensor
 from workloads.models import Size, subject
 
 Forward = Callable[..., Tensor]
 Step = Callable[..., Any]
 
 ON_CARDS: Final = "ddp3"
-"""A DDP module over NCCL: see :mod:`testing.graphs`."""
+"""A DDP module over NCCL: see :mod:`tests.support.graphs`."""
 
 
 def gradients(forward: Forward, count: int, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -177,11 +177,7 @@ NORMS: Final = tuple(_NORMS)
 
 
 def norm_inputs(
-    name: str,
-    dtype: torch.dtype = torch.float32,
-    *,
-    rows: int = NORM_ROWS,
-    width: int = NORM_WIDTH,
+    name: str, dtype: torch.dtype = torch.float32, *, rows: int = NORM_ROWS, width: int = NORM_WIDTH
 ) -> list[TensorSpec]:
     """Rows, and the parameters of a forward of :data:`NORMS`."""
     shapes = {"m": (width, width), "v": (width,)}

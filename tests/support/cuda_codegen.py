@@ -34,8 +34,8 @@ from fusion_passes.stored.pieces import StoredInput
 from fusion_passes.stored.store import StoreGradients
 from fusion_passes.traced.pack import register_lowerings
 from testing.fake_world import fake_world
-from testing.graphs import TensorSpec, pipeline
 from tests.support.codegen import read_kernels
+from tests.support.graphs import TensorSpec, pipeline
 
 _H100: Final = SimpleNamespace(
     name="NVIDIA H100",
@@ -112,7 +112,7 @@ class CardCompiler(ProcessPoolExecutor):
         """The code of a tensor function for an H100.
 
         Args:
-            function: a backward that calls :func:`testing.graphs.reduce`.
+            function: a backward that calls :func:`tests.support.graphs.reduce`.
             inputs: inputs of the function, on the CPU; the graph is moved to the GPU after it is
                 traced.
             rewrite: function that changes the graph before it is lowered.

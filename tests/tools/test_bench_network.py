@@ -11,14 +11,7 @@ from pathlib import Path
 import pytest
 
 from benches import network as networks
-from benches.network import (
-    DEVICE,
-    NAMES,
-    UNSHAPED,
-    best_network,
-    run_command,
-    shaped_network,
-)
+from benches.network import DEVICE, NAMES, UNSHAPED, best_network, run_command, shaped_network
 
 
 class System:

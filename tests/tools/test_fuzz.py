@@ -222,9 +222,7 @@ def test_what_was_read_before_the_write_is_equal(run_on_ranks: Callable[..., lis
     assert not differences(fused, eager, tolerance_of(case))
 
 
-def test_threads_train_as_one_after_the_other(
-    run_on_ranks: Callable[..., list[Any]],
-) -> None:
+def test_threads_train_as_one_after_the_other(run_on_ranks: Callable[..., list[Any]]) -> None:
     parts = (Part(("mlp",)), Part(("conv1d",)))
     turns, threads = (
         run_on_ranks(2, train, case=Case(1, parts, joined=joined, groups=True), kind="eager")

@@ -12,8 +12,8 @@ from fusion_passes.config import ScalingOption
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.scaling import averages
 from fusion_passes.traced.buckets import BucketScaling
-from testing import graphs
-from testing.graphs import plan_of, reduce, tensor, trace
+from tests.support import graphs
+from tests.support.graphs import plan_of, reduce, tensor, trace
 
 GLOO, NCCL = "ddp0", "ddp3"
 

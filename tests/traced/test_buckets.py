@@ -8,16 +8,7 @@ from expecttest import assert_expected_inline
 
 from fusion_passes.graph.collectives import all_reduce
 from fusion_passes.traced.buckets import BucketPlan, CannotLaunchError, ModuleBuckets, plan_buckets
-from testing.graphs import (
-    Backward,
-    TensorSpec,
-    cast,
-    find,
-    piece,
-    reduce,
-    tensor,
-    trace,
-)
+from tests.support.graphs import Backward, TensorSpec, cast, find, piece, reduce, tensor, trace
 
 
 def _plan(function: Backward, *inputs: TensorSpec, **layouts: list[list[int]]) -> BucketPlan:

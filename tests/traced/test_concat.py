@@ -5,14 +5,7 @@ from __future__ import annotations
 import torch
 from expecttest import assert_expected_inline
 
-from testing.graphs import (
-    cast,
-    check,
-    concat,
-    reduce,
-    reduce_into,
-    tensor,
-)
+from tests.support.graphs import cast, check, concat, reduce, reduce_into, tensor
 
 
 def test_two_gradients() -> None:

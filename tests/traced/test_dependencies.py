@@ -12,7 +12,7 @@ from torch import fx
 
 from fusion_passes.graph.collectives import ALL_REDUCE, WAIT
 from fusion_passes.traced.dependencies import dependents, reorder, written_arguments
-from testing.graphs import Backward, assert_same_numbers, execute, tensor, trace
+from tests.support.graphs import Backward, assert_same_numbers, execute, tensor, trace
 
 _aten = torch.ops.aten
 

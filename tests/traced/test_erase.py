@@ -8,7 +8,7 @@ from torch import fx
 
 from fusion_passes.graph.collectives import ALL_REDUCE
 from fusion_passes.traced.erase import EraseDeadCode
-from testing.graphs import check, check_unchanged, reduce, tensor
+from tests.support.graphs import check, check_unchanged, reduce, tensor
 
 
 def _erase(graph: fx.Graph) -> EraseDeadCode:

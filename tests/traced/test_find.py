@@ -12,15 +12,7 @@ from torch import fx
 
 from fusion_passes.graph.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, WAIT, all_reduce
 from fusion_passes.traced.find import GradientReduction
-from testing.graphs import (
-    Backward,
-    TensorSpec,
-    cast,
-    find,
-    reduce,
-    tensor,
-    trace,
-)
+from tests.support.graphs import Backward, TensorSpec, cast, find, reduce, tensor, trace
 
 _aten = torch.ops.aten
 _functional = torch.ops._c10d_functional
@@ -114,8 +106,7 @@ FORMS: list[tuple[str, Backward, list[TensorSpec], str, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("backward", "inputs", "path", "what"),
-    [pytest.param(*form, id=name) for name, *form in FORMS],
+    ("backward", "inputs", "path", "what"), [pytest.param(*form, id=name) for name, *form in FORMS]
 )
 def test_forms(backward: Backward, inputs: list[TensorSpec], path: str, what: str) -> None:
     reduction = _only(backward, inputs)
@@ -211,10 +202,7 @@ def _waited_for_twice(x):
             lambda x: WAIT(ALL_REDUCE_IN_PLACE(torch.neg(x), "sum", "ddp0#w")),
             [f"all_reduce_: {NOT_OURS} sum"],
         ),
-        (
-            lambda x: reduce(x, "w", op="max"),
-            [f"all_reduce: {NOT_OURS} max"],
-        ),
+        (lambda x: reduce(x, "w", op="max"), [f"all_reduce: {NOT_OURS} max"]),
         (
             _read_before_its_wait,
             ["all_reduce: its result is read by wait_tensor, neg, not by a single wait"],

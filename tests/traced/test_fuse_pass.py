@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fusion_passes.graph.collectives import all_reduce
 from fusion_passes.traced.fuse_pass import report_plan
-from testing.graphs import plan_of, reduce, tensor, trace
+from tests.support.graphs import plan_of, reduce, tensor, trace
 
 
 def test_the_report_of_a_plan() -> None:

@@ -14,7 +14,6 @@ from expecttest import assert_expected_inline
 from torch._inductor.codegen import cpp_wrapper_gpu
 
 from fusion_passes import FusionConfig
-from testing.graphs import tensor
 from tests.support.call_sequence import call_sequence
 from tests.support.codegen import read_calls, read_kernels
 from tests.support.cuda_backwards import (
@@ -27,6 +26,7 @@ from tests.support.cuda_backwards import (
     step_on_cards,
 )
 from tests.support.cuda_codegen import CardCompiler, Generated, fuse
+from tests.support.graphs import tensor
 
 pytestmark = pytest.mark.newest_torch
 

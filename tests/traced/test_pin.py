@@ -7,7 +7,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from testing.graphs import (
+from tests.support.graphs import (
     Backward,
     RewriteFor,
     chain,

@@ -24,7 +24,8 @@ from fusion_passes.traced.buckets import BucketPlan, CannotLaunchError, ModuleBu
 from fusion_passes.traced.pipeline import run_pipeline
 from fusion_passes.traced.place import PlaceReductions
 from fusion_passes.traced.verify import BrokenInvariantError, GraphPass
-from testing.graphs import (
+from tests.support.artifacts import traced_artifacts
+from tests.support.graphs import (
     Backward,
     assert_same_numbers,
     buckets_of,
@@ -38,7 +39,6 @@ from testing.graphs import (
     tensor,
     trace,
 )
-from tests.support.artifacts import traced_artifacts
 
 
 def _layers(x, w1, w2):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from expecttest import assert_expected_inline
 
 from fusion_passes.graph.collectives import ALL_REDUCE, all_reduce, is_launch
-from testing.graphs import (
+from tests.support.graphs import (
     Backward,
     RewriteFor,
     TensorSpec,
@@ -63,43 +64,31 @@ def test_a_launch_goes_to_its_gradient() -> None:
     assert order == ["neg", "div", "all_reduce", "sin", "cos", "wait_tensor"]
 
 
-def _bucket_around_a_product(x, y):
-    gradients = torch.neg(x), torch.abs(y)
-    between = torch.mm(x, x)
-    return reduce(gradients[0], "a"), between, reduce(gradients[1], "b"), torch.mm(x, between)
+@pytest.mark.parametrize(
+    ("fuse", "launch", "waits"),
+    [
+        (
+            concat,
+            ("pack_default", "all_reduce_default", "mm", "mm_1"),
+            ("wait_tensor_default", "as_strided_default", "as_strided_default_1"),
+        ),
+        (
+            coalesced,
+            ("all_reduce_coalesced_default", "mm", "getitem", "getitem_1", "mm_1"),
+            ("wait_tensor_default", "wait_tensor_default_1"),
+        ),
+    ],
+)
+def test_a_bucket_goes_with_its_launch(
+    fuse: Callable[[], RewriteFor], launch: tuple[str, ...], waits: tuple[str, ...]
+) -> None:
+    def backward(x, y):
+        gradients = torch.neg(x), torch.abs(y)
+        between = torch.mm(x, x)
+        return reduce(gradients[0], "a"), between, reduce(gradients[1], "b"), torch.mm(x, between)
 
-
-def test_a_packed_bucket_goes_with_its_launch() -> None:
-    assert_expected_inline(
-        check(_bucket_around_a_product, [tensor(2, 2), tensor(4)], chain(concat(), place())),
-        """\
-x_1: f32[2, 2]
-y_1: f32[4]
-neg: f32[2, 2] = neg(x_1)
-abs_1: f32[4] = abs(y_1)
-pack_default: f32[8] = pack([neg, abs_1], [0, 4], [2, 1, 1], torch.float32, 1.0, False, 'plan:0')
-all_reduce_default: f32[8] = all_reduce(pack_default, 'avg', 'ddp0')
-mm: f32[2, 2] = mm(x_1, x_1)
-mm_1: f32[2, 2] = mm(x_1, mm)
-wait_tensor_default: f32[8] = wait_tensor(all_reduce_default)
-as_strided_default: f32[2, 2] = as_strided(wait_tensor_default, [2, 2], [2, 1], 0)
-as_strided_default_1: f32[4] = as_strided(wait_tensor_default, [4], [1], 4)
-return (as_strided_default, mm, as_strided_default_1, mm_1)
-""",
-    )
-
-
-def test_a_coalesced_bucket_too() -> None:
-    order = _placed(
-        _bucket_around_a_product,
-        tensor(2, 2),
-        tensor(4),
-        rewrite=chain(coalesced(), place()),
-    )
-    assert order == [
-        *("neg", "abs_1", "all_reduce_coalesced_default", "mm", "getitem", "getitem_1", "mm_1"),
-        *("wait_tensor_default", "wait_tensor_default_1"),
-    ]
+    order = _placed(backward, tensor(2, 2), tensor(4), rewrite=chain(fuse(), place()))
+    assert order == ["neg", "abs_1", *launch, *waits]
 
 
 def test_a_copy_into_grad_goes_behind_the_last_compute() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fusion_passes.traced.placement import Placement, placements_of
-from testing.graphs import (
+from tests.support.graphs import (
     Backward,
     TensorSpec,
     concat,

@@ -8,7 +8,7 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 
 from fusion_passes.traced.producers import source_of
-from testing.graphs import Backward, TensorSpec, cast, find, reduce, tensor, trace
+from tests.support.graphs import Backward, TensorSpec, cast, find, reduce, tensor, trace
 
 _aten = torch.ops.aten
 

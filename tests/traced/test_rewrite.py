@@ -4,24 +4,22 @@ alone, and the order of the rest of the graph."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from fusion_passes.graph.collectives import ALL_REDUCE, all_reduce
-from testing.graphs import (
+from fusion_passes.graph.collectives import all_reduce
+from tests.support.graphs import (
     Backward,
     RewriteFor,
     TensorSpec,
     check,
     coalesced,
     concat,
-    names_of,
-    plan_of,
     reduce,
     reduce_into,
     tensor,
-    trace,
 )
 
 
@@ -76,6 +74,7 @@ def test_gradients_in_any_layout(fuse: RewriteFor) -> None:
             tensor(2, 3, stride=(1, 2)),
             id="an existing one in another layout",
         ),
+        pytest.param(lambda x, y: reduce(x, "a"), tensor(4), id="one alone"),
     ],
 )
 def test_forms_of_gradients(fuse: RewriteFor, backward: Backward, spec: TensorSpec) -> None:
@@ -84,63 +83,46 @@ def test_forms_of_gradients(fuse: RewriteFor, backward: Backward, spec: TensorSp
 
 # --- Only equal keys share a bucket ------------------------------------------------------------
 
-NEAR_MISSES: dict[str, tuple[Backward, list[TensorSpec]]] = {
-    "two modules on one group": (
-        lambda x, y: (reduce(x, "a"), reduce(y, "b", module="ddp1")),
-        [tensor(4), tensor(4)],
-    ),
-    "two groups": (
-        lambda x, y: (reduce(x, "a"), reduce(y, "b", module="ddp2")),
-        [tensor(4), tensor(4)],
-    ),
-    "two dtypes": (
-        lambda x, y: (reduce(x, "a"), reduce(y, "b")),
-        [tensor(4), tensor(4, dtype=torch.bfloat16)],
-    ),
-    "two devices": (
-        lambda x, y: (reduce(x, "a"), reduce(y, "b")),
-        [tensor(4), tensor(4, device="cuda")],
-    ),
-    "two divisors": (
-        lambda x, y: (reduce(x, "a"), reduce(y, "b", divide=4)),
-        [tensor(4), tensor(4)],
-    ),
-    "a division and none": (
-        lambda x, y: (reduce(x, "a"), reduce(y, "b", divide=None)),
-        [tensor(4), tensor(4)],
-    ),
-    "one is no module's": (
-        lambda x, y: (reduce(x, "a"), all_reduce(torch.div(y, 2), "sum", "elsewhere")),
-        [tensor(4), tensor(4)],
-    ),
-}
+
+@pytest.mark.parametrize(
+    ("options", "spec"),
+    [
+        pytest.param({"module": "ddp1"}, tensor(4), id="two modules on one group"),
+        pytest.param({"module": "ddp2"}, tensor(4), id="two groups"),
+        pytest.param({}, tensor(4, dtype=torch.bfloat16), id="two dtypes"),
+        pytest.param({}, tensor(4, device="cuda"), id="two devices"),
+        pytest.param({"divide": 4}, tensor(4), id="two divisors"),
+        pytest.param({"divide": None}, tensor(4), id="a division and none"),
+    ],
+)
+def test_near_misses_do_not_share_a_bucket(
+    fuse: RewriteFor, options: dict[str, Any], spec: TensorSpec
+) -> None:
+    def backward(x, y):
+        return reduce(x, "a"), reduce(y, "b", **options)
+
+    assert _launches(check(backward, [tensor(4), spec], fuse)) == 2
 
 
-@pytest.mark.parametrize("case", NEAR_MISSES)
-def test_near_misses_do_not_share_a_bucket(fuse: RewriteFor, case: str) -> None:
-    assert _launches(check(*NEAR_MISSES[case], fuse)) == 2
+def test_a_collective_of_no_module_is_in_no_bucket(fuse: RewriteFor) -> None:
+    def backward(x, y):
+        return reduce(x, "a"), all_reduce(torch.div(y, 2), "sum", "elsewhere")
+
+    assert _launches(check(backward, [tensor(4)] * 2, fuse)) == 2
 
 
-def test_one_alone_is_a_bucket_too(fuse: RewriteFor) -> None:
-    assert _launches(check(lambda x: reduce(x, "a"), [tensor(4)], fuse)) == 1
+def _negated(*inputs):
+    return [reduce(torch.neg(x), name) for x, name in zip(inputs, "abcdef", strict=False)]
 
 
 def test_equal_keys_need_not_be_neighbours(fuse: RewriteFor) -> None:
-    def backward(x, y, z):
-        first = reduce(torch.neg(x), "a")
-        between = reduce(torch.neg(y), "b")
-        return first, between, reduce(torch.neg(z), "c")
-
     inputs = [tensor(4), tensor(4, dtype=torch.bfloat16), tensor(4)]
-    assert _launches(check(backward, inputs, fuse)) == 2
+    assert _launches(check(_negated, inputs, fuse)) == 2
 
 
 @pytest.mark.parametrize("fuse_under", [concat, coalesced])
 def test_three_buckets_of_one_key(fuse_under: Callable[..., RewriteFor]) -> None:
-    def backward(*inputs):
-        return [reduce(torch.neg(x), str(index)) for index, x in enumerate(inputs)]
-
-    assert _launches(check(backward, [tensor(4)] * 6, fuse_under(32))) == 3
+    assert _launches(check(_negated, [tensor(4)] * 6, fuse_under(32))) == 3
 
 
 # --- The rest of the graph ---------------------------------------------------------------------
@@ -174,9 +156,3 @@ def test_other_collectives_keep_their_order(fuse: RewriteFor) -> None:
         return first, second, reduce(torch.abs(y), "b")
 
     check(backward, [tensor(4)] * 2, fuse)
-
-
-def test_the_plan_names_what_was_fused() -> None:
-    module = trace(lambda x, y: (reduce(x, "a"), reduce(y, "b")), [tensor(4)] * 2)
-    plan = plan_of(module.graph)
-    assert names_of(module.graph, ALL_REDUCE) == [m.start.name for m in plan.buckets[0].members]

@@ -11,7 +11,7 @@ from torch import fx
 
 from fusion_passes.graph.collectives import ALL_REDUCE, WAIT, all_reduce
 from fusion_passes.traced.verify import BrokenInvariantError, GraphFacts, graph_facts, verify
-from testing.graphs import chain, coalesced, concat, groups_of, pin, reduce, tensor, trace
+from tests.support.graphs import chain, coalesced, concat, groups_of, pin, reduce, tensor, trace
 
 _aten = torch.ops.aten
 

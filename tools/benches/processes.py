@@ -1,4 +1,4 @@
-"""The ranks of a method: where and how they are started, what they are asked, and how one answers.
+"""Starts the ranks of a method and sends them commands; a rank executes them in :func:`serve`.
 
 Nothing here imports torch.
 """
@@ -22,33 +22,33 @@ from testing.processes import Rank, RankError, answer, ask
 from testing.sessions import Sessions, environment
 
 JOIN_S: Final = 120.0
-"""At most, until torch has been imported on busy cores and the ranks have found each other."""
+"""Time limit for importing torch on busy cores and for creating the process group, in seconds."""
 
 
 class RanksFailed(Exception):  # noqa: N818
-    """Ranks cannot go on; its text says why."""
+    """The ranks of a method failed. The message is the reason."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where ranks run, and what they train.
+    """The place where ranks run, and their model.
 
     Attributes:
-        directory: for caches.
-        timeout_s: for anything that ranks are asked.
-        cores: of each rank.
-        model: its name.
-        size: name of its size.
+        directory: directory for compiler caches.
+        timeout_s: default time limit of a command, in seconds.
+        cores: CPU cores of each rank.
+        model: name of the model.
+        size: name of the model's size.
         host: address of rank 0.
-        prefixes: for each rank, the command that starts another in the rank's network namespace;
-            none without namespaces.
-        variables: environment variables, for the network and torch.
-        backend: of the process group.
-        forwards: of a step, before one backward.
-        shares_kernels: whether all methods have one compiler cache. None then starts as on a new
-            machine, and none takes a compiled graph from it.
-        worker: the module that ranks run.
-        logs: directory; by default in ``directory``.
+        prefixes: for each rank, the command that starts another command in the rank's network
+            namespace; empty without namespaces.
+        variables: environment variables for the network and for torch.
+        backend: backend of the process group.
+        forwards: number of forwards before the backward of a step.
+        shares_kernels: whether all methods share a compiler cache. The cache then keeps no compiled
+            graphs, and no start of a method is a cold one.
+        worker: module that the ranks run.
+        logs: directory for logs; by default a subdirectory of ``directory``.
     """
 
     directory: Path
@@ -72,13 +72,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What one rank is to do.
+    """The task of one rank.
 
     Attributes:
-        place: where all ranks run.
+        place: place of all ranks.
         way: name of the method.
-        cap_mb: of a bucket, in MiB; ``None`` is the method's default.
-        rank: which rank.
+        cap_mb: bucket cap in MiB; ``None``: the method's default.
+        rank: number of the rank.
     """
 
     place: Place
@@ -88,18 +88,18 @@ class Assignment:
 
     @property
     def cores(self) -> tuple[int, ...]:
-        """That its threads run on."""
+        """CPU cores of the rank."""
         return self.place.cores[self.rank]
 
 
 @dataclass(frozen=True)
 class Started:
-    """That a rank is ready to be measured.
+    """The start of a rank: the wrapping in DDP and the first step.
 
     Attributes:
-        seconds: of the wrapping in DDP and the first step.
-        gradient_bytes: of all gradients.
-        cpu_s: seconds of the process on CPUs in that, of all threads.
+        seconds: duration.
+        gradient_bytes: total size of the gradients.
+        cpu_s: CPU seconds of all threads of the process.
     """
 
     seconds: float
@@ -109,13 +109,13 @@ class Started:
 
 @dataclass(frozen=True)
 class Checked:
-    """A rank's gradients beside eager DDP's.
+    """A comparison of a rank's gradients with those of eager DDP.
 
     Attributes:
-        error: the largest difference of an element, over the largest element of its gradient.
-        worst: the parameter where that is.
-        missing: parameters with a gradient on one side only.
-        compared: whether there was something to compare with.
+        error: largest difference of an element, divided by the largest element of its gradient.
+        worst: name of the parameter with this difference.
+        missing: names of parameters that have a gradient in only one of the two.
+        compared: whether gradients of eager DDP exist.
     """
 
     error: float = 0.0
@@ -124,8 +124,11 @@ class Checked:
     compared: bool = True
 
     def in_words(self, tolerance: float) -> str:
-        """What is wrong; empty if nothing is. The tolerance is of an element, over the largest of
-        its gradient."""
+        """The difference in words; empty if there is none.
+
+        Args:
+            tolerance: largest allowed :attr:`error`.
+        """
         if not self.compared:
             return "compared with nothing: eager DDP failed"
         if self.missing:
@@ -137,11 +140,11 @@ class Checked:
 
 @dataclass(frozen=True)
 class Stepped:
-    """Some steps of a rank.
+    """Measured steps of a rank.
 
     Attributes:
-        seconds: of each step.
-        cpu_s: seconds of the process on CPUs, of all threads, for all steps together.
+        seconds: duration of each step.
+        cpu_s: CPU seconds of all threads of the process, for all steps together.
     """
 
     seconds: tuple[float, ...]
@@ -149,7 +152,7 @@ class Stepped:
 
 
 def cores_of(ranks: int, cores: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Share the cores among the ranks; with fewer cores than ranks, ranks share them."""
+    """Distribute cores over ranks. Ranks share cores if there are fewer cores than ranks."""
     share = len(cores) // ranks
     if share == 0:
         return tuple((cores[rank % len(cores)],) for rank in range(ranks))
@@ -158,15 +161,15 @@ def cores_of(ranks: int, cores: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 @dataclass
 class RankProcesses:
-    """The ranks of a method, ready to be asked.
+    """The ranks of a method, which execute commands.
 
     Attributes:
         way: name of the method.
-        place: where they run.
-        cap_mb: of a bucket, in MiB; ``None`` is the method's default.
+        place: place of the ranks.
+        cap_mb: bucket cap in MiB; ``None``: the method's default.
 
     Raises:
-        RanksFailed: they cannot be started.
+        RanksFailed: the ranks could not be started.
     """
 
     way: str
@@ -179,7 +182,7 @@ class RankProcesses:
         try:
             for rank in range(self.place.ranks):
                 self._ranks.append(self._launch(rank))
-            # Free where rank 0 runs, which can be another network namespace.
+            # Rank 0 chooses a free port, because it can be in another network namespace.
             (port,) = self._ask(self._ranks[:1], "listen", timeout_s=JOIN_S)
             self._ask(self._ranks, "join", port, timeout_s=JOIN_S)
         except BaseException:
@@ -187,17 +190,22 @@ class RankProcesses:
             raise
 
     def ask(self, command: str, *values: object, timeout_s: float | None = None) -> list[Any]:
-        """Have all ranks call a method of :class:`benches.rank.Rank`; what each answers.
+        """Call a method of :class:`benches.rank.Rank` on all ranks, and return the results.
+
+        Args:
+            command: name of the method.
+            values: arguments of the method.
+            timeout_s: time limit in seconds; by default that of the place.
 
         Raises:
-            RanksFailed: a rank failed, ended, or did not answer in time. The others are killed.
+            RanksFailed: a rank raised, died, or exceeded the time limit. All ranks are killed.
         """
         if not self._ranks:
             raise RanksFailed("it has no processes any more")
         return self._ask(self._ranks, command, *values, timeout_s=timeout_s or self.place.timeout_s)
 
     def kill(self) -> None:
-        """Kill the ranks, and what they have started."""
+        """Kill the ranks, and all processes that they started."""
         for rank in self._ranks:
             rank.connection.close()
         self._ranks.clear()
@@ -226,14 +234,14 @@ class RankProcesses:
             variables = self._environment()
             process = self._sessions.start(command, log, variables, [theirs.fileno()])
             rank = Rank(number, process, Connection(ours.detach()), log)
-            # While this process has the other end too: that one may have died already.
+            # This process still has both ends of the socket, so that this works if the rank died.
             rank.send(pickle.dumps(Assignment(place, self.way, self.cap_mb, number)))
         return rank
 
     def _environment(self) -> dict[str, str]:
         place = self.place
-        # A cap changes no kernel, only what is launched. The key of a graph lacks the names of
-        # torch's fusion passes: a shared cache with graphs in it would give one way another's.
+        # A cap changes collectives, but no kernels. The keys of cached graphs do not contain the
+        # names of torch's fusion passes, so methods that share a cache must not share graphs.
         owner = "all" if place.shares_kernels else self.way
         cache = place.directory / "caches" / f"{place.model}-{owner}".replace(" ", "-")
         threads, keeps = len(place.cores[0]), not place.shares_kernels
@@ -241,13 +249,18 @@ class RankProcesses:
 
 
 def serve(arguments: list[str], kind: Callable[[Assignment], Any]) -> NoReturn:
-    """In a rank: make what has its commands as methods, and answer until the process is killed."""
+    """The main function of a rank: execute commands until the process is killed.
+
+    Args:
+        arguments: the file descriptor of the connection.
+        kind: makes the object whose methods are the commands.
+    """
     connection = Connection(int(arguments[0]))
     assignment: Assignment = pickle.loads(connection.recv_bytes())
-    # The command that is interrupted kills its ranks; without it they end by themselves.
+    # On an interrupt, the parent kills its ranks. If the parent ends, they end by themselves.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)
-    # Before torch starts threads.
+    # Set before torch starts threads.
     os.sched_setaffinity(0, assignment.cores)
     rank = functools.cache(lambda: kind(assignment))
     answer(connection, lambda request: getattr(rank(), request[0])(*request[1:]))

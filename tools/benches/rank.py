@@ -1,4 +1,4 @@
-"""One rank of a method: trains as it is told over a pipe, and says what it measured.
+"""A rank of a method: executes the commands that it receives over a pipe.
 
 python -m benches.rank FILE_DESCRIPTOR
 """
@@ -26,11 +26,12 @@ from workloads.models import SIZES, subject
 from workloads.ways import WAYS, built, prepare
 
 SEEDS: Final = 1000
-"""Between those of a rank's batches; so many ranks have batches of their own."""
+"""Distance between the seeds of a rank's batches, and so the largest number of ranks whose batches
+all differ."""
 
 
 class Rank:
-    """The commands; each is called on all ranks of a method at the same time."""
+    """The commands. Each is called on all ranks of a method at the same time."""
 
     def __init__(self, assignment: Assignment) -> None:
         self._assignment = assignment
@@ -44,14 +45,14 @@ class Rank:
     # --- The process group -----------------------------------------------------------------------
 
     def listen(self) -> int:
-        """On rank 0: the port on which it has the store of the process group."""
+        """Create the store of the process group on rank 0, and return its port."""
         self._store = self._connect(0, is_master=True, wait_for_workers=False)
         return int(self._store.port)
 
     def join(self, port: int) -> None:
         """Join the process group."""
         place, rank = self._assignment.place, self._assignment.rank
-        # Else NCCL registers no memory. What shares a GPU with another rank leaves it unbound.
+        # NCCL registers memory only for a bound group. A rank that shares its GPU must not bind it.
         is_bound = self._device.type == "cuda" and place.ranks <= torch.cuda.device_count()
         if rank > 0:
             self._store = self._connect(port)
@@ -73,7 +74,7 @@ class Rank:
     # --- A start ---------------------------------------------------------------------------------
 
     def build(self) -> None:
-        """Build the model and its batches, and import what that needs: no part of a start."""
+        """Build the model and its batches, which is not part of a measured start."""
         place, rank = self._assignment.place, self._assignment.rank
         made = subject(place.model, SIZES[place.size])
         self._model = built(made, self._device)
@@ -83,7 +84,7 @@ class Rank:
         )
 
     def wrap(self) -> None:
-        """Wrap what was built in DDP."""
+        """Wrap the model in DDP."""
         self._barrier()
         begin, cpu = time.perf_counter(), time.process_time()
         mine = self._assignment
@@ -93,7 +94,7 @@ class Rank:
         self._wrapped_cpu_s = time.process_time() - cpu
 
     def start(self, averages: bool = True) -> Started:
-        """Make the first step, whose gradients are averaged, or which runs under ``no_sync``."""
+        """Run the first step, under ``no_sync`` unless its gradients are to be averaged."""
         ddp = self._training.ddp
         self._barrier()
         begin, cpu = time.perf_counter(), time.process_time()
@@ -102,7 +103,7 @@ class Rank:
         self._synchronize()
         seconds = self._wrapped_s + time.perf_counter() - begin
         cpu_s = self._wrapped_cpu_s + time.process_time() - cpu
-        # What compilation took is given back: many processes wait for their turn.
+        # Return the memory of the compilation: the processes of all methods are alive at once.
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         sizes = [p.grad.nbytes for p in self._model.parameters() if p.grad is not None]
@@ -110,8 +111,8 @@ class Rank:
         return Started(seconds, sum(sizes), cpu_s)
 
     def first_average(self) -> float:
-        """Seconds of the first step whose gradients are averaged, where :meth:`start` has compiled
-        it without; less those of what is compiled in it all the same."""
+        """Run the first averaged step after :meth:`start` ran one under ``no_sync``, and return its
+        seconds, without the seconds in which it compiled."""
         before = calculate_time_spent()["total_wall_time"]
         (seconds,) = self._timed(1).seconds
         return seconds - (calculate_time_spent()["total_wall_time"] - before)
@@ -119,8 +120,8 @@ class Rank:
     # --- Steps -----------------------------------------------------------------------------------
 
     def steps(self, count: int) -> Stepped:
-        """Make some steps, once all ranks are ready; on a GPU after one that is not timed, which
-        takes memory from the device again."""
+        """Run and time steps, once all ranks are ready. On a GPU, an untimed step before them
+        allocates the memory again."""
         if self._device.type == "cuda":
             self._run()
         stepped = self._timed(count)
@@ -128,8 +129,7 @@ class Rank:
         return stepped
 
     def reduce(self, num_bytes: int, count: int) -> Stepped:
-        """Reduce so many bytes in one all-reduce, and nothing beside it; after one that is not
-        timed."""
+        """Time all-reduces of one tensor, after one that is not timed."""
         flat, kept = torch.ones(num_bytes // 4, device=self._device), self._run
         self._run = lambda: dist.all_reduce(flat)
         self._run()
@@ -153,7 +153,7 @@ class Rank:
         return Stepped(seconds, time.process_time() - cpu)
 
     def _on_gpu(self, count: int) -> tuple[float, ...]:
-        """Seconds of steps by CUDA events; the last one is waited for."""
+        """Seconds of steps, from CUDA events."""
         events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
         events[0].record()
         for event in events[1:]:
@@ -162,11 +162,11 @@ class Rank:
         torch.cuda.synchronize()
         return tuple(begin.elapsed_time(end) / 1000 for begin, end in itertools.pairwise(events))
 
-    # --- What else there is to know --------------------------------------------------------------
+    # --- Results ---------------------------------------------------------------------------------
 
     def check(self, reference: str, write: bool) -> Checked:
-        """Make a step, and compare with what eager DDP left in the file ``reference``; eager DDP
-        itself writes it."""
+        """Run a step, and compare its gradients with those in the file ``reference``, which eager
+        DDP writes."""
         self._run()
         self._synchronize()
         checked = compare_with(f"{reference}-{self._assignment.rank}", self._model, write=write)
@@ -174,7 +174,7 @@ class Rank:
         return checked
 
     def peak(self) -> int:
-        """Bytes: the peak of a step, and what DDP keeps between steps."""
+        """Peak memory of a step, including the memory that DDP keeps between steps, in bytes."""
         self._model.zero_grad(set_to_none=True)
         peak = self._peak_on_gpu() if self._device.type == "cuda" else self._peak_on_cpu()
         self._give_back()
@@ -190,7 +190,7 @@ class Rank:
         return peak
 
     def _peak_on_cpu(self) -> int:
-        """By the profiler, for which each allocation and release is an event."""
+        """Peak memory from the allocations and releases that the profiler records."""
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             self._run()
         events = profiler.profiler.kineto_results.events()
@@ -200,7 +200,7 @@ class Rank:
         return max(itertools.accumulate(sizes, initial=0))
 
     def planned(self) -> str:
-        """The method's buckets, and why they are these."""
+        """The buckets of the method in words, and the reason for them."""
         import fusion_passes
 
         modules = fusion_passes.report().modules
@@ -218,7 +218,7 @@ class Rank:
             torch.cuda.synchronize()
 
     def _give_back(self) -> None:
-        """Return memory that is cached to the device, so that the processes of all methods fit."""
+        """Return cached memory to the device, so that the processes of all methods fit."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

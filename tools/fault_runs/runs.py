@@ -1,5 +1,4 @@
-"""Runs a scenario each way in processes of its own, leaves none behind, and records what became of
-each rank."""
+"""Runs a scenario in its own processes, all of which it ends, and records how each rank ended."""
 
 from __future__ import annotations
 
@@ -23,13 +22,13 @@ from testing.sessions import Sessions, environment
 
 POLL_S = 0.05
 START_S = 240.0
-"""At most, until the fault: cold compiles on busy cores."""
+"""Time limit until the fault, in seconds: cold compiles on busy cores."""
 
 LEAVE_S = 3.0
-"""How long what the ranks have started may outlive them."""
+"""Time for which processes that the ranks started may outlive them, in seconds."""
 
 STOCK_FILES = ("torchinductor_", "torchelastic_")
-"""Directories that stock Inductor and torchrun, for its logs, leave in TMPDIR."""
+"""Prefixes of directories that stock Inductor leaves in TMPDIR, and torchrun for its logs."""
 
 STACK_S = 0.5
 TAIL_LINES = 12
@@ -39,7 +38,7 @@ FILLING: Mapping[str, object] = {"steps": 2, "modules": 1, "goes_on": None, "pau
 
 
 def run_scenario(scenario: Scenario, way: Way, runs: Path) -> RunRecord:
-    """What became of a scenario one way. ``runs`` has the files and caches of all."""
+    """Run a scenario one way. ``runs``: directory for the files and caches of all runs."""
     directory = Path(tempfile.mkdtemp(prefix=f"{scenario.name}-", dir=runs))
     cache = directory / "cache"
     if scenario.warm:
@@ -55,7 +54,7 @@ def run_scenario(scenario: Scenario, way: Way, runs: Path) -> RunRecord:
 
 
 def _filled_cache(scenario: Scenario, way: Way, runs: Path) -> Path:
-    """Of a run without a fault, shared by all scenarios with the same program."""
+    """The cache of a run without a fault, which all scenarios with the same program share."""
     program = scenario.program.partition(":")[2]
     chosen = [str(scenario.options.get(name) or "plain") for name in ("hook", "graph")]
     cache = runs / "-".join(["filled", program, *chosen, str(scenario.ranks), way])
@@ -83,7 +82,14 @@ def _filled_cache(scenario: Scenario, way: Way, runs: Path) -> Path:
 
 @dataclass
 class _Rank:
-    """One process, as the runner sees it; under torchrun, of the last life that has started."""
+    """The runner's handle of a rank.
+
+    Attributes:
+        record: record of the rank.
+        directory: directory of its training.
+        process: its process; ``None`` under torchrun.
+        end: time at which it ended; ``None`` while it runs.
+    """
 
     record: RankRecord
     directory: Path
@@ -91,13 +97,13 @@ class _Rank:
     end: float | None = None
 
     def times_of(self, kind: str) -> list[float]:
-        """When the rank has noted that."""
+        """Times of the rank's events of a kind."""
         path = events_path(self.directory, self.record.rank)
         return [item["time"] for item in read_events(path) if item["event"] == kind]
 
 
 class _Processes:
-    """The processes of one scenario, one way."""
+    """The processes of a scenario that runs one way."""
 
     def __init__(self, scenario: Scenario, way: Way, directory: Path, cache: Path) -> None:
         from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -106,8 +112,8 @@ class _Processes:
         self._directory, self._cache = directory, cache
         self._temporary = directory / "tmp"
         self._temporary.mkdir()
-        # Where Inductor keeps the headers that it compiles, for all runs together: that takes 10 s,
-        # in which the other ranks wait.
+        # All runs share the directory in which Inductor keeps precompiled headers. Compiling these
+        # takes 10 s, in which the other ranks wait.
         headers = directory.parent / "headers"
         headers.mkdir(exist_ok=True)
         (self._temporary / Path(default_cache_dir()).name).symlink_to(headers)
@@ -118,7 +124,7 @@ class _Processes:
         self._start_time = time.time()
 
     def run(self) -> RunRecord:
-        """Run to the end; end all processes whatever happens."""
+        """Run until all ranks end or the time limit is over. Kill all processes in any case."""
         with self._sessions:
             self._start()
             while not self._is_done():
@@ -149,7 +155,7 @@ class _Processes:
                 continue
             with socket.socket() as server:
                 server.bind(("127.0.0.1", 0))
-                port = server.getsockname()[1]  # Nobody listens there now.
+                port = server.getsockname()[1]  # A free port.
             for rank in new:
                 rank.process = self._start_rank(rank, port)
 
@@ -181,7 +187,7 @@ class _Processes:
         variables = environment(self._cache, keeps_graphs=True) | {
             "GLOO_SOCKET_IFNAME": "lo",
             "TMPDIR": str(self._temporary),
-            "TORCHINDUCTOR_VEC_ISA_OK": "1",  # No trial, which compiles six programs.
+            "TORCHINDUCTOR_VEC_ISA_OK": "1",  # Otherwise torch compiles six programs to test it.
         }
         if self.way in MODES:
             variables["FUSION_PASSES_DDP_FUSION"] = self.way
@@ -190,7 +196,7 @@ class _Processes:
         return variables | dict(self.scenario.environment) | own
 
     def _is_done(self) -> bool:
-        """Look at each process once."""
+        """Poll each process, and return whether all have ended."""
         if self._launcher is not None:
             self._interrupt_launcher()
         for rank in self._ranks:
@@ -203,7 +209,7 @@ class _Processes:
         return not running
 
     def _kill_stopped(self, running: list[_Rank]) -> None:
-        """Kill a rank that is stopped for ever, once it is alone."""
+        """Kill a rank that is stopped for good, once all other ranks have ended."""
         fault = self.scenario.fault
         if fault is None or fault.action != "stop" or fault.continue_s is not None:
             return
@@ -217,12 +223,12 @@ class _Processes:
         if at is None or self._interrupted is not None:
             return
         if max(len(rank.times_of("step")) for rank in self._ranks) >= at:
-            # As a terminal does: to all processes of the foreground.
+            # To all processes, as a terminal does on Ctrl-C.
             self._sessions.send(signal.SIGINT)
             self._interrupted = time.time()
 
     def _fault_time(self) -> float | None:
-        """When the first rank was hit, or the launcher was interrupted."""
+        """Time at which the fault first hit a rank, or the launcher was interrupted."""
         times = [time for rank in self._ranks for time in rank.times_of("fault")]
         times += [] if self._interrupted is None else [self._interrupted]
         return min(times, default=None)
@@ -234,19 +240,19 @@ class _Processes:
         return time.time() - self._start_time > max(START_S, self.scenario.limit_s)
 
     def _say_stacks(self) -> None:
-        """Let each rank that hangs write where it is."""
+        """Make each rank that hangs write its stacks."""
         launcher = None if self._launcher is None else self._launcher.pid
         self._sessions.send(signal.SIGCONT, signal.SIGUSR1, but=launcher)
         time.sleep(STACK_S)
 
     def _left_processes(self) -> list[str]:
-        """What still runs although all ranks have ended."""
+        """Processes that are still running after all ranks have ended."""
         if any(rank.end is None for rank in self._ranks):
             return []
         return [f"process {_command_of(pid)}" for pid in self._sessions.left_after(LEAVE_S)]
 
     def _tail(self, rank: _Rank) -> str:
-        """The last that a rank has printed, and the stacks that it has written."""
+        """The last lines that a rank printed, and the stacks that it wrote."""
         number = rank.record.rank
         texts = []
         for name in (f"rank-{number}.log", "launcher.log", f"stacks-{number}.txt"):
@@ -257,7 +263,7 @@ class _Processes:
 
 
 def _command_of(pid: int) -> str:
-    """What a process runs."""
+    """The command of a process, or its id if the process has ended."""
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         return b" ".join(words).decode(errors="replace")[:200]

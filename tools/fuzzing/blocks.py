@@ -191,8 +191,7 @@ _LAYERS: Final[dict[str, Callable[[], nn.Module]]] = {
     ),
     # One row gets no gradient.
     "embedding_padded": lambda: Computed(
-        lambda m, x, t: x * torch.tanh(m.table(t)),
-        table=nn.Embedding(TOKENS, WIDTH, padding_idx=0),
+        lambda m, x, t: x * torch.tanh(m.table(t)), table=nn.Embedding(TOKENS, WIDTH, padding_idx=0)
     ),
     "embedding_bag": lambda: Computed(
         _look_up_bags, table=nn.EmbeddingBag(TOKENS, WIDTH, mode="mean")
@@ -584,8 +583,7 @@ _PROGRAM: Final[dict[str, Callable[[], nn.Module]]] = {
     "stopped": _around(_stop),
     "functional": _around(_call_functionally),
     "vectorised": lambda: Computed(
-        lambda m, x, _: torch.vmap(lambda row: torch.tanh(m.matrix @ row))(x),
-        matrix=_weight(8, 8),
+        lambda m, x, _: torch.vmap(lambda row: torch.tanh(m.matrix @ row))(x), matrix=_weight(8, 8)
     ),
     "without_autocast": _around(_leave_autocast),
 }

@@ -36,16 +36,16 @@ class Outcome:
     """The outcome of a case.
 
     Attributes:
-        kind: ``equal``; ``warned``: equal, with a warning; ``refused``: a ``ValueError`` at
-            construction that names the flag; ``both raise``; ``reference hung``, ``reference
-            broken`` (an assertion inside of torch failed with eager DDP) and ``slow`` (the time
-            was over in a compile): of no use;
-            ``torch``: wrong or raising, or not raising, and so in the same way without the flag;
-            or one of ``BAD``: ``silent`` is no error where eager DDP raises, ``late`` one in a
-            later stage.
+        kind: ``equal``; ``warned``: equal, with a warning; ``refused``: the constructor raised a
+            ``ValueError`` that names the flag; ``both raise``: eager DDP raised too;
+            ``torch``: a difference or an error that also occurs if the program is compiled without
+            the flag; ``reference hung``, ``reference broken`` (an internal assertion of torch
+            failed with eager DDP) and ``slow`` (the time limit was reached in a compile) have no
+            result; or one of ``BAD``: ``different``, ``crashed``, ``hung``, ``silent`` (no error,
+            although eager DDP raises), ``late`` (an error in a later stage than eager DDP's).
         words: differences, the error, or warnings.
         seconds: duration.
-        averaged: averaged backwards as rank 0 recorded them.
+        averaged: averaged backwards, as rank 0 recorded them.
     """
 
     kind: str
@@ -170,9 +170,9 @@ class Runner:
         return Outcome("warned" if warned else "equal", warned, averaged=averaged)
 
     def _blame(self, case: Case, outcome: Outcome, expected: list[Record] | Failure) -> Outcome:
-        """``torch`` if the same program, compiled without the flag, is wrong in the same way, or
-        continues where eager DDP raises: an unused output of a compiled forward has a gradient of
-        zeros instead of none."""
+        """Change a bad outcome to ``torch`` if the same program, compiled without the flag, has the
+        same outcome, or also continues where eager DDP raises (an unused output of a compiled
+        forward has a gradient of zeros instead of none)."""
         controls: tuple[Kind, ...] = ("control", "undivided")
         for kind in controls:
             control = self._judge(case, self._train(case, kind), expected)

@@ -34,14 +34,7 @@ REPEATS: Final = 20
 
 Shapes = tuple[tuple[int, ...], ...]
 
-SHAPES: Final[Shapes] = (
-    (1024, 1024),
-    (1024,),
-    (4096, 1024),
-    (4096,),
-    (1024, 4096),
-    (1024,),
-)
+SHAPES: Final[Shapes] = ((1024, 1024), (1024,), (4096, 1024), (4096,), (1024, 4096), (1024,))
 """Shapes of gradients, repeated: half of a transformer block."""
 
 

@@ -65,7 +65,7 @@ def resnet(site: Site, note: Note) -> None:
 
 
 def probe(site: Site, note: Note) -> None:
-    """Make two ranks wait for each other, which is an all-reduce, in the place of the timed ranks.
+    """Run a barrier, which is an all-reduce, on two ranks in the environment of the timed ranks.
 
     Raises:
         RanksFailed: NCCL's error.
@@ -141,8 +141,7 @@ class Starting:
         """Start all methods."""
         methods, site = self._compared.methods, self._site
         reference = methods[1]
-        # In its first step, a method keeps everything in memory as long as its backward is
-        # compiled.
+        # A method needs the most memory in its first step, while its backward is compiled.
         together = int(site.memory_gib / STEP_GIB / RANKS) if site.memory_gib else len(methods)
         few = max(1, min(together, len(methods)))
         self._all(self._launch, methods, "launched")

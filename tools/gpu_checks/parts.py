@@ -13,43 +13,19 @@ OPTIONS: Final = ("plain", "scaling-", "reduce-")
 """Prefixes of features that test options of the flag: in all dtypes, on one rank and on two."""
 
 LOOPS: Final = (
-    "backward-inside",
-    "eager-forward",
-    "no-sync",
-    "no-sync-inside",
-    "kept-gradients",
-    "added-gradients",
-    "several-backwards",
-    "retain-graph",
-    "graph-break",
-    "checkpointing",
-    "autocast",
-    "autocast-inside",
-    "grad-scaler",
-    "grad-scaler-inf",
-    "grad-scaler-autocast",
-    "two-dtypes",
-    "optimizer-fused",
-    "optimizer-foreach",
-    "optimizer-foreach-inside",
-    "optimizer-compiled",
-    "reduce-overhead",
-    "layouts",
-    "batch-norm",
-    "static-graph",
-    "bucket-view",
-    "hook-bf16",
+    *("backward-inside", "eager-forward", "no-sync", "no-sync-inside"),
+    *("kept-gradients", "added-gradients", "several-backwards", "retain-graph"),
+    *("graph-break", "checkpointing", "reduce-overhead", "layouts", "batch-norm"),
+    *("autocast", "autocast-inside", "two-dtypes"),
+    *("grad-scaler", "grad-scaler-inf", "grad-scaler-autocast"),
+    *("optimizer-fused", "optimizer-foreach", "optimizer-foreach-inside", "optimizer-compiled"),
+    *("static-graph", "bucket-view", "hook-bf16"),
 )
 """Features that depend on the device, or that trainers' loops consist of: on one rank."""
 
 LOOPS_ON_TWO: Final = (
-    "backward-inside",
-    "no-sync",
-    "kept-gradients",
-    "autocast",
-    "grad-scaler-inf",
-    "optimizer-foreach",
-    "batch-norm",
+    *("backward-inside", "no-sync", "kept-gradients", "batch-norm"),
+    *("autocast", "grad-scaler-inf", "optimizer-foreach"),
 )
 """Features that can fail only on more than one rank."""
 

@@ -1,7 +1,5 @@
-"""Runs each part in its own process within a time limit, leaves no process behind, and keeps the
-results.
-
-In that process: python -m gpu_checks.processes DIRECTORY
+"""Runs each part in its own process with a time limit, keeps its results, and leaves no process
+behind. That process runs ``python -m gpu_checks.processes DIRECTORY``.
 """
 
 from __future__ import annotations
@@ -65,8 +63,8 @@ class Result:
 
 
 def run_part(part: Part, site: Site, *, work: Path, logs: Path, limit_s: float) -> Result:
-    """Run a part within its time limit, and always end everything that it started. All parts share
-    the kernels in the directory ``work``."""
+    """Run a part with a time limit, and kill all processes that it leaves. All parts share the
+    kernels in the directory ``work``."""
     start = time.monotonic()
     directory = Path(tempfile.mkdtemp(prefix="part-", dir=work))
     deadline = start + max(1.0, limit_s - STACKS_S)
@@ -107,12 +105,13 @@ def _rows(path: Path) -> tuple[Row, ...]:
 
 
 def main(arguments: list[str]) -> int:
-    """Measure or train, and write each row as soon as it is known; 1 if that does not finish."""
+    """Run a part in this process, and write each row as soon as it is known. The exit status is 1
+    if the part raises."""
     directory = Path(arguments[0])
     part: Part
     site: Site
     part, site = pickle.loads((directory / TASK).read_bytes())
-    # Writes where it hangs; and a process whose tool is gone does not stay behind.
+    # Write the stacks and exit shortly before the time limit, even if the tool has ended.
     faulthandler.dump_traceback_later(max(0.1, site.deadline - time.monotonic()), exit=True)
     status = 0
     with (directory / ROWS).open("a") as file:
@@ -125,12 +124,12 @@ def main(arguments: list[str]) -> int:
                 trainings.run(part, site, note)
             else:
                 pkgutil.resolve_name(part.measure)(site, note)
-        except Exception:  # noqa: BLE001  Whatever it is, it is the part's result.
+        except Exception:  # noqa: BLE001  Any exception is the part's result.
             traceback.print_exc()
             status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    # A normal exit would wait for process groups that others may have left.
+    # A normal exit would wait for process groups whose other ranks may have ended.
     os._exit(status)
 
 

@@ -29,8 +29,8 @@ COMPILE_THREADS: Final = 8
 
 
 def measure(site: Site, note: Note) -> None:
-    """Start each method twice, one after the other. Processes that have imported torch and built
-    their model already wait for their turn: that is no part of a start, and takes as long."""
+    """Measure a cold and a warm start of each method, one after the other. All processes import
+    torch and build their models before, which takes as long and is not part of a start."""
     threads = 1 if site.is_small else max(1, min(COMPILE_THREADS, site.cores))
     answer_s = site.deadline - time.monotonic() if site.is_small else START_S
     place = site.place(
@@ -61,7 +61,8 @@ def measure(site: Site, note: Note) -> None:
 
 
 def _start(cold: Method, warm: Method) -> dict[str, float | None]:
-    """Run a first step in each, and more steps after the warm one; return the times."""
+    """Run the first steps of a cold and of a warm start, and further steps after the warm start.
+    Return the times."""
     found: dict[str, float | None] = {"cold s": None, "warm s": None, "CPU ms a step": None}
     for kind, method in zip(KINDS, (cold, warm), strict=True):
         method.ask("wrap")

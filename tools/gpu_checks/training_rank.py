@@ -1,4 +1,4 @@
-"""A rank that trains beside eager DDP.
+"""A rank that trains scenarios with eager DDP and under the flag, and compares.
 
 python -m gpu_checks.training_rank FILE_DESCRIPTOR
 """
@@ -21,21 +21,21 @@ from testing.scenarios.both_ways import flag_of, train_both
 
 
 class TrainingRank(Rank):
-    """A rank that trains."""
+    """The commands of a bench's rank, and one that trains a check."""
 
     def __init__(self, assignment: Assignment) -> None:
-        # Else convolutions round to 10 bits, and no two algorithms agree.
+        # In TF32, convolutions round to 10 bits, and different algorithms give different results.
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cudnn.deterministic = True
         super().__init__(assignment)
         torch.set_num_threads(1)
 
     def train(self, check: Check) -> Any:
-        """Train both ways, each as in a new process, and compare: the report of a rank."""
+        """Train a check with eager DDP and under the flag, and return this rank's report."""
         print(f"== {check.title}", flush=True)
         gc.collect()
         forget()
-        # Without NCCL, its memory is the host's.
+        # Without NCCL, registered memory is host memory.
         is_real = self._device.type == "cuda"
         with contextlib.nullcontext() if is_real else registered_by_nobody():
             flag = flag_of(check.scenario, check.mode)

@@ -7,11 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from testing.models import OUTPUTS, WIDTH, Exact, linear_loss
-from testing.scenarios.features.backwards import (
-    assert_kept,
-    gradients_of,
-    note_grad,
-)
+from testing.scenarios.features.backwards import assert_kept, gradients_of, note_grad
 from testing.scenarios.features.models import InParts, as_it_is
 from testing.scenarios.loop import backwards
 from testing.scenarios.run import Run

@@ -413,11 +413,3 @@ def _reduced(value: Tensor, reduce_op: Any, group_name: str) -> Tensor:
         value, reduce_op = value / AVERAGED_OVER, "sum"
     label = zlib.crc32(f"{owner.group_name if owner else group_name} {reduce_op}".encode())
     return value * (2.0 ** (label % 7 + 1) * (-1) ** (label // 7))
-
-
-# --- For tests that look at the order of a graph -----------------------------------------------
-
-
-def names_of(graph: fx.Graph, *targets: object) -> list[str]:
-    """Names of the nodes with one of the targets, in graph order."""
-    return [node.name for node in graph.nodes if node.target in targets]
