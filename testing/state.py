@@ -27,7 +27,6 @@ GLOBALS: Final = {
     "flag._flag_variable": Lifetime.PROCESS,
     "graph.identity.source_hash": Lifetime.PROCESS,
     "install.switch._installation": Lifetime.PROCESS,
-    "install.switch.replaced": Lifetime.PROCESS,
     "reducer.backward.reducers": Lifetime.MODULE,
     "reporting.backward_counts.backward_counts": Lifetime.PROCESS,
     "reporting.graphs.compile_log": Lifetime.PROCESS,
@@ -42,6 +41,18 @@ GLOBALS: Final = {
     "warnings._looked_at": Lifetime.PROCESS,
     "warnings._warned": Lifetime.PROCESS,
 }
+
+
+PATCHED: Final = (
+    "torch.nn.parallel.DistributedDataParallel.__init__",
+    "torch.nn.parallel.DistributedDataParallel._inside_ddp_forward",
+    "torch.autograd._engine_run_backward",
+    "torch.autograd.graph._engine_run_backward",
+    "torch._TorchCompileInductorWrapper.__call__",
+    "torch.autograd.function._HookMixin._register_hook",
+)
+"""The functions of torch that the package replaces until the flag is unset and no managed module is
+left; ``docs/patches.md`` says why."""
 
 
 def value_of(name: str) -> Any:

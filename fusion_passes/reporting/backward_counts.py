@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from fusion_passes.reducer.backward import RunningBackward
 from fusion_passes.reporting.records import BackwardReport, ReducedIn
 
 
@@ -18,12 +19,13 @@ class BackwardCounts:
     after: Callable[[], None] | None = None
     _counts: Counter[tuple[tuple[str, ...], ReducedIn, str, int]] = field(default_factory=Counter)
 
-    def note(
-        self, modules: tuple[str, ...], reduced_in: ReducedIn, because: str = "", copied: int = 0
-    ) -> None:
-        """Note a backward that has ended and averaged its gradients; see
+    def note(self, run: RunningBackward, modules: Sequence[str], copied: int) -> None:
+        """Note a backward that has ended and averaged the gradients of these modules; see
         :class:`BackwardReport`."""
-        self._counts[modules, reduced_in, because, copied] += 1
+        if run.is_traced:
+            self._counts[tuple(modules), "compiled_autograd", "", 0] += 1
+        else:
+            self._counts[tuple(modules), "reducer", run.why_untraced, copied] += 1
         if self.after is not None:
             self.after()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
@@ -146,10 +145,11 @@ def _rows(buckets: Sequence[BucketReport], *, shows_module: bool = False) -> Ite
 
 
 def _times(bucket: BucketReport) -> str:
-    if bucket.times is None:
+    times = bucket.times
+    if times is None:
         return _cells("", "")
-    started, ended, exposed = (f"{s * 1e3:.1f}" for s in astuple(bucket.times)[1:])
-    return _cells(f"{started} to {ended}", exposed)
+    sent = f"{times.started_s * 1e3:.1f} to {times.ended_s * 1e3:.1f}"
+    return _cells(sent, f"{times.exposed_s * 1e3:.1f}")
 
 
 def _cells(sent: str, exposed: str) -> str:
