@@ -95,15 +95,11 @@ class TracedModules:
         if reducer is None:
             return None
         index = ParameterNumber(int(number) if number else -1)
-        communication = reducer.queue.communication
-        assert isinstance(communication, AllReduce), "else it is not traced"
         return Owner(
             group_name=base,
             process_group=reducer.module.group.group_name,
             module=reducer.module.label,
             parameter=reducer.parameters.names[index] if number else "",
-            backend=communication.backend,
-            world_size=reducer.module.group.size(),
             number=index,
             strides=tuple(reducer.parameters.strides[index]) if number else None,
         )
@@ -113,19 +109,23 @@ class TracedModules:
         reducer = self._reducers[name]()
         assert reducer is not None, "its graph is being compiled"
         communication = reducer.queue.communication
-        assert isinstance(communication, AllReduce), "likewise"
-        return ModuleBuckets(
-            tuple(bucket.numbers for bucket in reducer.assignment.layout.buckets),
-            communication.dtype,
-            communication.scaling_option,
-        )
+        assert isinstance(communication, AllReduce), "else it is not traced"
+        buckets = reducer.assignment.layout.buckets
+        return ModuleBuckets(tuple(bucket.numbers for bucket in buckets), communication)
 
     def identity(self) -> str:
         """Everything that a cached graph depends on, as text. For each gradient, it includes the
         strides and the name in the report."""
-        known = [(name, r) for name, ref in sorted(self._reducers.items()) if (r := ref())]
-        numbers = [f"{name}#{number}" for name, r in known for number in r.parameters.kinds]
-        return repr([*map(self.owner_of, numbers), *(self.buckets_of(name) for name, _ in known)])
+        found: list[object] = []
+        for name, reference in sorted(self._reducers.items()):
+            reducer = reference()
+            if reducer is not None:
+                found += [self.owner_of(f"{name}#{number}") for number in reducer.parameters.kinds]
+                buckets = self.buckets_of(name)
+                sent = buckets.communication
+                found += [buckets.numbers, sent.backend, sent.divisor(), sent.dtype]
+                found.append(sent.scaling_option)
+        return repr(found)
 
 
 traced_modules: Final = TracedModules()

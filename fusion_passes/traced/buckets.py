@@ -16,12 +16,11 @@ from typing import Literal, TypeAlias
 import torch
 from torch import fx
 
-from fusion_passes.config import ScalingOption
 from fusion_passes.graph.collectives import group_name_of
 from fusion_passes.graph.families import stores_unscaled
 from fusion_passes.graph.text import dtype_name
 from fusion_passes.layout.layout import Piece
-from fusion_passes.reducer.scaling import averages, sent_dtype
+from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.traced.dependencies import dependents, write_positions
 from fusion_passes.traced.find import (
     FoundReductions,
@@ -29,7 +28,6 @@ from fusion_passes.traced.find import (
     ReductionKey,
     Rejection,
 )
-from fusion_passes.traced.owners import Owner
 from fusion_passes.traced.placement import Placement
 from fusion_passes.traced.producers import source_of
 
@@ -82,13 +80,11 @@ class ModuleBuckets:
     Attributes:
         numbers: parameter numbers of each bucket of the module's layout: buckets in launch order,
             and parameters in the order in which their gradients lie in the bucket.
-        reduce_dtype: dtype in which wider floating-point gradients are sent; ``None``: their own.
-        scaling: the option ``scaling``.
+        communication: how reducers send these buckets, on this rank and on others.
     """
 
     numbers: tuple[Piece, ...]
-    reduce_dtype: torch.dtype | None = None
-    scaling: ScalingOption = "auto"
+    communication: AllReduce
 
 
 BucketsOf = Callable[[str], ModuleBuckets]
@@ -216,8 +212,8 @@ def _of_module(reductions: Sequence[GradientReduction], of: ModuleBuckets) -> li
                 f"gradients in a bucket of {owner.module} differ in dtype, device or divisor"
             )
         folds = not any(stores_unscaled(source_of(member).node) for member in members)
-        sent_as = sent_dtype(key.dtype, of.reduce_dtype)
-        scaling = choose_scaling(key, owner, reduce_dtype=sent_as, scaling=of.scaling, folds=folds)
+        sent_as = of.communication.sent_dtype(key.dtype)
+        scaling = choose_scaling(key, of.communication, folds=folds)
         buckets.append(TracedBucket(key, members, sent_as, scaling, ready))
     return buckets
 
@@ -236,25 +232,15 @@ def _check_writes(graph: fx.Graph, buckets: Sequence[TracedBucket]) -> None:
                 )
 
 
-def choose_scaling(
-    key: ReductionKey,
-    owner: Owner,
-    *,
-    reduce_dtype: torch.dtype,
-    scaling: ScalingOption,
-    folds: bool,
-) -> BucketScaling:
+def choose_scaling(key: ReductionKey, communication: AllReduce, *, folds: bool) -> BucketScaling:
     """Where a bucket with this ``key`` is scaled: where a reducer scales it, because other ranks
     rely on that. With ``folds``, each gradient is stored by a kernel that can scale it."""
     if key.divisor == 1:
         return BucketScaling("none", "sum")
-    if reduce_dtype != key.dtype:
-        # fp16 has a small range: scale before the sum. Scale others where the division is exact.
-        method: ScalingMethod = "store" if reduce_dtype == torch.float16 else "result"
-    elif key.divisor == owner.world_size and averages(
-        owner.backend, reduce_dtype, owner.world_size, scaling
-    ):
+    where = communication.scaling(key.dtype)
+    if where == "collective" and key.divisor == communication.divisor():
         return BucketScaling("collective", "avg")
-    else:
-        method = "store" if folds else "bucket"
-    return BucketScaling(method, "sum", float(key.divisor))
+    if where == "result":
+        return BucketScaling("result", "sum", float(key.divisor))
+    is_cast = communication.sent_dtype(key.dtype) != key.dtype  # By a kernel that can scale, too.
+    return BucketScaling("store" if folds or is_cast else "bucket", "sum", float(key.divisor))

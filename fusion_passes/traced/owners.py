@@ -21,8 +21,6 @@ class Owner:
             queue.
         module: name of the DDP module, for people.
         parameter: name of the parameter in that module, for people.
-        backend: name of the process group's backend for the module's device: ``"gloo"``.
-        world_size: number of ranks in the process group.
         number: parameter number, in the module's order, which is the same on all ranks; -1 for the
             group name of the module itself.
         strides: strides of the parameter, which its gradient has in a bucket. They are equal on all
@@ -34,8 +32,6 @@ class Owner:
     process_group: str
     module: str
     parameter: str
-    backend: str
-    world_size: int
     number: ParameterNumber
     strides: tuple[int, ...] | None = None
 

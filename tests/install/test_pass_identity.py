@@ -78,14 +78,19 @@ def test_instances_and_modes_share_graphs() -> None:
     assert _identity(FIRST + SECOND) == _identity(SECOND + FIRST)
 
 
-def _identity_of_traced(*, is_transposed: bool = False, **options: Any) -> str:
+def _identity_of_traced(
+    flag: FusionConfig = FusionConfig(),  # noqa: B008
+    *,
+    is_transposed: bool = False,
+    **options: Any,
+) -> str:
     """The identity of a traced backward of a module that has had its first backward.
 
     Args:
+        flag: value of ``ddp_fusion``.
         is_transposed: whether its weights were transposed when DDP was constructed.
         options: options of DDP.
     """
-    flag = FusionConfig()
     with one_rank(), inductor_config.patch(ddp_fusion=flag):
         renew(traced_modules)
         model = two_layers()
@@ -117,6 +122,8 @@ def test_layouts_are_in_that_of_a_traced_backward() -> None:
     assert _identity_of_traced() == _identity_of_traced()
     assert _identity_of_traced() != _identity_of_traced(bucket_cap_mb=1e-5)
     assert _identity_of_traced() != _identity_of_traced(is_transposed=True)
+    for option in ({"reduce_dtype": "bf16"}, {"scaling": "bucket"}):
+        assert _identity_of_traced() != _identity_of_traced(FusionConfig(**option))
 
 
 def test_all_code_is_in_the_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

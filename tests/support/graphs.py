@@ -20,6 +20,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusion_passes.config import ReduceMode
+from fusion_passes.config import ReduceMode, ScalingOption
 from fusion_passes.graph.collectives import (
     ALL_REDUCE,
     ALL_REDUCE_COALESCED,
@@ -39,6 +40,7 @@ from fusion_passes.graph.collectives import (
 )
 from fusion_passes.graph.text import graph_text
 from fusion_passes.layout.layout import ParameterNumber, Piece
+from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.traced.buckets import BucketPlan, BucketsOf, ModuleBuckets, plan_buckets
 from fusion_passes.traced.coalesced import FuseByCoalescing
 from fusion_passes.traced.concat import FuseByConcat
@@ -151,14 +153,11 @@ def owner_of(group_name: str) -> Owner | None:
     process_group = PROCESS_GROUP_OF.get(module)
     if process_group is None:
         return None
-    backend = BACKEND_OF[process_group]
     return Owner(
         module,
         process_group,
         module.upper(),
         parameter or "?",
-        backend,
-        AVERAGED_OVER,
         number_of(parameter) if parameter else ParameterNumber(-1),
     )
 
@@ -190,7 +189,7 @@ def buckets_of(
 ) -> BucketsOf:
     """Layouts for the modules of a graph, as if the graph was that of the first averaged backward.
     ``cap`` bytes close a bucket of gradients of one kind; ``options`` are those of
-    :class:`fusion_passes.traced.buckets.ModuleBuckets`."""
+    :func:`buckets_with`."""
     found = find_gradient_reductions(graph, DdpGroups.of(graph, owners))
     open_: dict[ReductionKey, list[GradientReduction]] = {}
     full: dict[str, list[Piece]] = {}
@@ -203,7 +202,20 @@ def buckets_of(
             full[module].append(_numbers(open_.pop(reduction.key)))
     for key, bucket in open_.items():
         full[key.group_name].append(_numbers(bucket))
-    return lambda module: ModuleBuckets(tuple(full.get(module, ())), **options)
+    return lambda module: buckets_with(full.get(module, ()), module, **options)
+
+
+def buckets_with(
+    numbers: Sequence[Piece],
+    module: str = "ddp0",
+    reduce_dtype: torch.dtype | None = None,
+    scaling: ScalingOption = "auto",
+) -> ModuleBuckets:
+    """Buckets with these parameters, of a module that reduces with these options."""
+    group: Any = SimpleNamespace(size=lambda: AVERAGED_OVER)
+    backend = BACKEND_OF[PROCESS_GROUP_OF[module]]
+    communication = AllReduce(group, backend, dtype=reduce_dtype, scaling_option=scaling)
+    return ModuleBuckets(tuple(numbers), communication)
 
 
 def _numbers(reductions: Sequence[GradientReduction]) -> Piece:

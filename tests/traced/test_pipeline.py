@@ -20,7 +20,7 @@ from fusion_passes.config import ReduceMode
 from fusion_passes.graph.collectives import ALL_REDUCE, WAIT, all_reduce, is_launch, is_pinned
 from fusion_passes.graph.text import graph_text
 from fusion_passes.traced import pipeline as pipeline_module
-from fusion_passes.traced.buckets import BucketPlan, CannotLaunchError, ModuleBuckets
+from fusion_passes.traced.buckets import BucketPlan, CannotLaunchError
 from fusion_passes.traced.pipeline import run_pipeline
 from fusion_passes.traced.place import PlaceReductions
 from fusion_passes.traced.verify import BrokenInvariantError, GraphPass
@@ -29,6 +29,7 @@ from tests.support.graphs import (
     Backward,
     assert_same_numbers,
     buckets_of,
+    buckets_with,
     check,
     execute,
     groups_of,
@@ -115,7 +116,7 @@ def test_without_a_pass_that_fuses_a_graph_cannot_be_run(disabled: str) -> None:
 
     def run() -> BucketPlan:
         graph = trace(backward, [tensor(4)]).graph
-        return run_pipeline(graph, "concat", owner_of, lambda _: ModuleBuckets((piece(0),)))
+        return run_pipeline(graph, "concat", owner_of, lambda _: buckets_with([piece(0)]))
 
     assert run().buckets
     with inductor_config.patch(disabled_passes=disabled), pytest.raises(CannotLaunchError):
