@@ -122,8 +122,8 @@ def test_layouts_are_in_that_of_a_traced_backward() -> None:
     assert _identity_of_traced() == _identity_of_traced()
     assert _identity_of_traced() != _identity_of_traced(bucket_cap_mb=1e-5)
     assert _identity_of_traced() != _identity_of_traced(is_transposed=True)
-    for option in ({"reduce_dtype": "bf16"}, {"scaling": "bucket"}):
-        assert _identity_of_traced() != _identity_of_traced(FusionConfig(**option))
+    for flag in (FusionConfig(reduce_dtype="bf16"), FusionConfig(scaling="bucket")):
+        assert _identity_of_traced() != _identity_of_traced(flag)
 
 
 def test_all_code_is_in_the_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
