@@ -28,7 +28,7 @@ GLOBALS: Final = {
     "graph.identity.source_hash": Lifetime.PROCESS,
     "install.switch._installation": Lifetime.PROCESS,
     "reducer.backward.reducers": Lifetime.MODULE,
-    "reporting.backward_counts.backward_counts": Lifetime.PROCESS,
+    "reporting.modules.backward_counts": Lifetime.PROCESS,
     "reporting.graphs.compile_log": Lifetime.PROCESS,
     "reporting.modules._gone": Lifetime.PROCESS,
     "reporting.recording.last_recording": Lifetime.PROCESS,

@@ -18,8 +18,7 @@ from fusion_passes.flag import active_config, add_flag
 from fusion_passes.install.compiles import compile_graph
 from fusion_passes.install.constructor import construct, enter_forward
 from fusion_passes.reducer.backward import reducers, register_on_node
-from fusion_passes.reporting.backward_counts import backward_counts
-from fusion_passes.reporting.modules import report_when_freed
+from fusion_passes.reporting.modules import backward_counts, report_when_freed
 from fusion_passes.torch_private import inductor_config, owner_of_name
 from fusion_passes.torch_private.autograd import HOOKS_ON_NODES
 from fusion_passes.torch_private.inductor import WITHOUT_TORCHS_FUSION

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from fusion_passes.reducer.backward import reducers
-from fusion_passes.reporting.backward_counts import backward_counts
-from fusion_passes.reporting.modules import module_reports
+from fusion_passes.reporting.modules import backward_counts, module_reports
 from fusion_passes.reporting.spans import Event, RankTimeline, lane_of, timeline_of
 from fusion_passes.reporting.timeline import RankSteps, Timeline
 from fusion_passes.torch_private.profiling import (

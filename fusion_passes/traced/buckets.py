@@ -49,23 +49,14 @@ class BucketScaling:
     Attributes:
         method: see :data:`ScalingMethod`.
         reduce_op: reduce op of the collective: ``"sum"`` or ``"avg"``.
-        divisor: number that the gradients are divided by outside of the collective.
+        before: number that gradients are divided by before the launch: as stored, or in the bucket.
+        after: number that results are divided by after the wait.
     """
 
     method: ScalingMethod
     reduce_op: str
-    divisor: float = 1.0
-
-    @property
-    def before(self) -> float:
-        """The number that gradients are divided by before the launch: as stored, or in the
-        bucket."""
-        return 1.0 if self.method == "result" else self.divisor
-
-    @property
-    def after(self) -> float:
-        """The number that results are divided by after the wait."""
-        return self.divisor if self.method == "result" else 1.0
+    before: float = 1.0
+    after: float = 1.0
 
 
 class CannotLaunchError(Exception):
@@ -241,6 +232,6 @@ def choose_scaling(key: ReductionKey, communication: AllReduce, *, folds: bool) 
     if where == "collective" and key.divisor == communication.divisor():
         return BucketScaling("collective", "avg")
     if where == "result":
-        return BucketScaling("result", "sum", float(key.divisor))
+        return BucketScaling("result", "sum", after=float(key.divisor))
     is_cast = communication.sent_dtype(key.dtype) != key.dtype  # By a kernel that can scale, too.
     return BucketScaling("store" if folds or is_cast else "bucket", "sum", float(key.divisor))

@@ -79,7 +79,7 @@ class _Runner:
         Raises:
             BrokenInvariantError: the pass broke an invariant, or returned a wrong changed flag.
         """
-        name, before = graph_pass.name, _structure(self._graph)
+        name, before = type(graph_pass).__name__, _structure(self._graph)
         changed: bool | None = run_observed(self._module, name, graph_pass)
         if changed is None:
             log.info("%s is switched off by TORCHINDUCTOR_DISABLED_PASSES", name)

@@ -61,13 +61,8 @@ class GraphFacts:
 
 class GraphPass(ABC):
     """A pass over a graph: a frozen dataclass whose fields are its options, all of them plain
-    values."""
-
-    @property
-    def name(self) -> str:
-        """The name by which ``TORCHINDUCTOR_DISABLED_PASSES`` switches the pass off, and under
-        which it is timed and traced."""
-        return type(self).__name__
+    values. By the name of its class, ``TORCHINDUCTOR_DISABLED_PASSES`` switches the pass off, and
+    the pass is timed and traced."""
 
     @abstractmethod
     def __call__(self, graph: fx.Graph) -> bool:
