@@ -13,17 +13,6 @@ from fusion_passes.torch_private import OpOverload
 # --- Tensors -------------------------------------------------------------------------------------
 
 
-def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors of one dtype and device into a flat tensor, ``[all elements]``. A single
-    tensor is not copied."""
-    return torch._utils._flatten_dense_tensors(tensors)
-
-
-def unflattened(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Split a result of :func:`flattened` into views with the shapes of the tensors."""
-    return torch._utils._unflatten_dense_tensors(flat, tensors)
-
-
 def tensor_in(memory: Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> Tensor:
     """A tensor in the memory of another one, which autograd does not take for a view of it. Strides
     and offset are in elements; the offset counts from the first element of ``memory``."""
