@@ -14,6 +14,7 @@ for the report. ``python -m fusion_passes.explain SCRIPT`` does both for an unch
 """
 
 from fusion_passes.config import FusionConfig
+from fusion_passes.install.switch import install_flag
 from fusion_passes.reducer.rank_errors import RanksDisagreeError
 from fusion_passes.reporting.graphs import compile_log
 from fusion_passes.reporting.recording import Recording, record_steps
@@ -30,10 +31,6 @@ from fusion_passes.reporting.timeline import Timeline
 from fusion_passes.sharded.checkpoints import full_optimizer_state_dict
 from fusion_passes.version import __version__
 from fusion_passes.warnings import FusionWarning
-
-# isort: split
-# Imported last of all files with state: a reset undoes its changes in torch first.
-from fusion_passes.install.switch import install_flag
 
 __all__ = [
     "BucketReport",

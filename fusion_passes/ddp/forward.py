@@ -17,7 +17,6 @@ from fusion_passes.reducer.averaged_module import STATE, State
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import reducer_of
 from fusion_passes.torch_private import tree_leaves, tree_map_only
-from fusion_passes.torch_private.autograd import flattened, unflattened
 from fusion_passes.torch_private.ddp import (
     common_rank,
     divides_by_initial_size,
@@ -205,7 +204,7 @@ def broadcast_buffers(ddp: DistributedDataParallel, source: int = 0) -> None:
     waited: Tensor | None = None
     with torch.no_grad():
         for buffers in kinds.values():
-            flat = flattened(buffers)
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             if is_traced and waited is not None:
                 # This broadcast reads the result of the previous one, so it stays behind that one.
                 # Inductor may reorder independent broadcasts, differently on ranks with different
@@ -214,7 +213,9 @@ def broadcast_buffers(ddp: DistributedDataParallel, source: int = 0) -> None:
             waited = broadcast(flat, source, group_name)
             # An earlier forward may have saved a buffer for its backward. A write through .data
             # does not bump the version that autograd checks, as with DDP's own broadcast.
-            targets, pieces = [buffer.data for buffer in buffers], unflattened(waited, buffers)
+            targets = [buffer.data for buffer in buffers]
+            parts = waited.split([target.numel() for target in targets])
+            pieces = [part.view_as(target) for part, target in zip(parts, targets, strict=True)]
             if is_traced:  # Inductor has no kernel for lists of complex tensors.
                 for target, piece in zip(targets, pieces, strict=True):
                     target.copy_(piece)

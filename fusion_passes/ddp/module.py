@@ -41,7 +41,6 @@ from fusion_passes.reducer.communication import SENT_AS, AllReduce, name_of_hook
 from fusion_passes.reducer.rank_errors import compare_settings, meet_ranks
 from fusion_passes.reducer.reducer import REDUCER, Reducer, reducer_of
 from fusion_passes.reducer.used_parameters import StaticGraph
-from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.ddp import (
     HOOKS_OF_REDUCER,
     USES_PYTHON_REDUCER,
@@ -240,12 +239,9 @@ def manage_by_reducer(
         raise
 
 
-_count: Final = process_state.keep(
-    weakref.WeakKeyDictionary[Any, dict[str, int]](),
-    "the numbers of the last module and of the last copy on each process group; kept, since the "
-    "group's store knows them",
-    Lifetime.GROUP,
-)
+_count: Final = weakref.WeakKeyDictionary[Any, dict[str, int]]()
+"""The numbers of the last module and of the last copy on each process group; kept, since the
+group's store knows them."""
 
 
 def hand_over(ddp: DistributedDataParallel, reason: str) -> None:
@@ -293,11 +289,8 @@ def _bound(
     return method
 
 
-_classes: Final = process_state.keep(
-    weakref.WeakValueDictionary[type[DistributedDataParallel], type[DistributedDataParallel]](),
-    "classes with the methods of ManagedDDP, by the user's class",
-    Lifetime.MODULE,
-)
+_classes: Final = weakref.WeakValueDictionary[type, type[DistributedDataParallel]]()
+"""Classes with the methods of ManagedDDP, by the user's class."""
 
 
 def _with_managed_methods(kind: type[DistributedDataParallel]) -> type[DistributedDataParallel]:

@@ -13,14 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from fusion_passes.ddp.tensor_parallel import check_dtensors
 from fusion_passes.reducer.hooks import refuse_optimizer
 from fusion_passes.reducer.reducer import reducer_of
-from fusion_passes.state import Lifetime, process_state
 from fusion_passes.warnings import warn_once
 
-own_reducers: Final = process_state.keep(
-    weakref.WeakSet[DistributedDataParallel](),
-    "the modules that DDP's own reducer trains, though they were constructed under the flag",
-    Lifetime.MODULE,
-)
+own_reducers: Final = weakref.WeakSet[DistributedDataParallel]()
+"""The modules that DDP's own reducer trains, though they were constructed under the flag."""
 
 
 def check_supported(arguments: Mapping[str, Any]) -> None:

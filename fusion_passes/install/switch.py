@@ -8,7 +8,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final, cast
 
 import torch
@@ -17,14 +17,12 @@ from fusion_passes.config import FusionConfig
 from fusion_passes.flag import active_config, add_flag
 from fusion_passes.install.compiles import compile_graph
 from fusion_passes.install.constructor import construct, enter_forward
-from fusion_passes.reducer.backward import RunningBackward, reducers, register_on_node
-from fusion_passes.reporting.backward_counts import backward_counts
-from fusion_passes.reporting.modules import report_when_freed
+from fusion_passes.reducer.backward import reducers, register_on_node
+from fusion_passes.reporting.modules import backward_counts, report_when_freed
 from fusion_passes.sharded import checkpoints
 from fusion_passes.sharded.modules import before_backward, shard
 from fusion_passes.sharded.norms import clip_with_norm, norm_for_clipping, total_norm, unscale
 from fusion_passes.sharded.steps import hook_steps
-from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import inductor_config, owner_of_name
 from fusion_passes.torch_private.autograd import HOOKS_ON_NODES
 from fusion_passes.torch_private.inductor import WITHOUT_TORCHS_FUSION
@@ -39,20 +37,13 @@ from fusion_passes.warnings import (
 
 _DDP: Final = "torch.nn.parallel.DistributedDataParallel"
 
-replaced: Final = process_state.keep(
-    dict[str, object](),
-    "functions of torch that were replaced, by name; they are restored once the flag is unset and "
-    "no managed module is left",
-    Lifetime.PROCESS,
-)
-
 
 def install_flag() -> None:
     """Add the flag to torch's configuration, and patch or restore torch whenever it changes."""
     reducers.on_local = warn_stays_local
     reducers.on_rounded = warn_rounded
     reducers.on_unowned = warn_not_reduced
-    reducers.on_averaged = _note_averaged
+    reducers.on_averaged = backward_counts.note
     reducers.run_engine = traced_backwards.run_engine
     reducers.on_change = _installation.update
     reducers.on_backward = before_backward
@@ -60,14 +51,6 @@ def install_flag() -> None:
     reducers.learn_layout = learn_layout
     reducers.report_when_freed = report_when_freed
     add_flag(lambda: _installation.follow(active_config()), _warn_of_option)
-
-
-def _note_averaged(run: RunningBackward, names: Sequence[str], copied: int) -> None:
-    """Note for the report a backward whose gradients were averaged."""
-    if run.is_traced:
-        backward_counts.note(tuple(names), "compiled_autograd")
-    else:
-        backward_counts.note(tuple(names), "reducer", run.why_untraced, copied=copied)
 
 
 def _warn_of_option() -> None:
@@ -174,7 +157,6 @@ def _wrap(undo: contextlib.ExitStack, what: str, replacement: Callable[..., Any]
             return original(*args, **kwargs)
         return replacement(original, *args, **kwargs)
 
-    replaced[what] = original
     before = inspect.getattr_static(owner, name)
     value = torch.compiler.disable(patched)
     if isinstance(before, staticmethod):
@@ -189,8 +171,5 @@ def _wrap(undo: contextlib.ExitStack, what: str, replacement: Callable[..., Any]
     undo.callback(restore)
 
 
-_installation: Final = process_state.keep(
-    _Installation(),
-    "how to undo what is changed in torch",
-    Lifetime.PROCESS,
-)
+_installation: Final = _Installation()
+"""How to undo what is changed in torch."""

@@ -33,7 +33,6 @@ from fusion_passes.reducer.hooks import HooksOfOthers
 from fusion_passes.reducer.parameters import Parameters
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.reducer.walk import Reached, Walker
-from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.autograd import (
     after_backward,
     backward_id,
@@ -415,11 +414,8 @@ def _put_in_order(taking_part: Sequence[Reducer]) -> None:
         last_on[reducer.module.group] = reducer
 
 
-reducers: Final = process_state.keep(
-    Reducers(),
-    "the reducers of DDP modules, and the compiled forwards of the backwards that run",
-    Lifetime.MODULE,
-)
+reducers: Final = Reducers()
+"""The reducers of DDP modules, and the compiled forwards of the backwards that run."""
 
 
 def register_on_node(register: Callable[..., Any], hooks: Any, hook: Any) -> Any:

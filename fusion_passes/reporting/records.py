@@ -30,7 +30,7 @@ class BucketReport:
         sent_bytes: bytes that are sent: fewer than ``num_bytes`` in a smaller dtype; sparse
             gradients count with all of their rows.
         scaling: how the gradients are scaled: a
-            :data:`fusion_passes.traced.bucket_scaling.ScalingMethod`, ``"hook"`` by a communication
+            :data:`fusion_passes.traced.buckets.ScalingMethod`, ``"hook"`` by a communication
             hook, or ``"rows"`` for sparse gradients, whose rows each rank divides itself.
         parameters: names of the parameters whose gradients the bucket holds, in the order in which
             the gradients lie there.

@@ -16,7 +16,6 @@ from torch import Tensor
 from fusion_passes.layout.layout import ParameterNumber
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.sharded.steps import held_by, without_sends
-from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import tree_leaves, tree_map_only
 from fusion_passes.torch_private.process_groups import begin_broadcasts
 
@@ -38,9 +37,8 @@ class _Saving:
     whole: int = 0
 
 
-_saving: Final = process_state.keep(
-    _Saving(), "whether the whole state of an optimizer is being saved", Lifetime.PROCESS
-)
+_saving: Final = _Saving()
+"""Whether the whole state of an optimizer is being saved."""
 
 
 @dataclass(frozen=True)

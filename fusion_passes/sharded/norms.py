@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fusion_passes.sharded.modules import sharded
 from fusion_passes.sharded.steps import held_by
-from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.process_groups import all_gather, begin_all_reduce
 
 Norm: TypeAlias = Callable[..., Tensor]
@@ -39,9 +38,8 @@ class _Asked:
     answer: Tensor | None = None
 
 
-_asked: Final = process_state.keep(
-    _Asked(), "the norm that clip_grad_norm_ is about to clip by", Lifetime.PROCESS
-)
+_asked: Final = _Asked()
+"""The norm that ``clip_grad_norm_`` is about to clip by."""
 
 
 def norm_for_clipping(

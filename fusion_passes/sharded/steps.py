@@ -22,7 +22,6 @@ from fusion_passes.reducer.backward import note_of_other_rank
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.sharded.modules import refuse, refuse_after_failed_step, sharded
 from fusion_passes.sharded.reduction import ReduceToOwners
-from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.process_groups import begin_broadcasts
 from fusion_passes.warnings import warn_once
 
@@ -54,9 +53,8 @@ class _Sending:
     paused: int = 0
 
 
-_sending: Final = process_state.keep(
-    _Sending(), "whether steps of optimizers send parameters now", Lifetime.PROCESS
-)
+_sending: Final = _Sending()
+"""Whether steps of optimizers send parameters now."""
 
 
 @contextmanager

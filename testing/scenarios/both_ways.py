@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 
 import fusion_passes
 from fusion_passes import FusionConfig
-from fusion_passes.reporting.backward_counts import backward_counts
+from fusion_passes.reporting.modules import backward_counts
 from testing.scenarios.entries import Scenario
 from testing.scenarios.outcomes import Failure, RankReport
 from testing.scenarios.run import DTYPES, Run, Tensors

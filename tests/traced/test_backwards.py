@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fusion_passes
 from fusion_passes import FusionConfig, FusionWarning
 from fusion_passes.reducer.reducer import reducer_of
+from fusion_passes.traced import backwards as traced_backwards
 from fusion_passes.traced.backwards import FIRST
 from testing import models
 from testing.fake_world import one_rank, two_layers
@@ -132,6 +133,15 @@ class _WithTable(nn.Module):
         return out
 
 
+class _Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.turns).real
+
+
 @pytest.mark.parametrize(
     ("run", "because"),
     [
@@ -153,6 +163,7 @@ class _WithTable(nn.Module):
             "several DistributedDataParallel modules in it share a process group",
         ),
         (lambda: train(DistributedDataParallel(_WithTable())), "it has sparse gradients"),
+        (lambda: train(DistributedDataParallel(_Turned())), "it has complex gradients"),
     ],
 )
 def test_what_a_graph_could_not_launch_alike_is_left_to_reducers(
@@ -163,6 +174,16 @@ def test_what_a_graph_could_not_launch_alike_is_left_to_reducers(
     assert reduced_in == "reducer"
     assert count >= 2
     assert said.startswith(because)
+
+
+def test_coalesced_gradients_are_left_to_the_reducer_before_torch_2_13(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(traced_backwards, "keeps_strides_of_lists", lambda: False)
+    flag = FusionConfig(mode="coalesced", backward_graph="compiled_autograd")
+    with inductor_config.patch(ddp_fusion=flag):
+        train(_managed())
+    assert reasons()[-1][1].startswith("Inductor would all-reduce coalesced gradients in another")
 
 
 def test_a_graph_that_breaks_runs_as_it_is_once_and_is_then_left_to_the_reducer() -> None:
