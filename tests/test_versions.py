@@ -20,7 +20,8 @@ NEEDED_UP_TO = {
     "has_plain_entries": "2.11",
     "PassChain": "2.12",
     "takes_one_pass": "2.12",
-    "keeps_strides_of_lists": "2.12",
+    "LAYOUT_CONSTRAINTS": "2.12",
+    "fix_strides_of_lists": "2.12",
     "first_of_list": "2.12",
 }
 """The newest torch that needs each of the names in ``older_torch.py``."""

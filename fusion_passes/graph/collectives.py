@@ -21,6 +21,7 @@ _c10d = torch.ops._c10d_functional
 ALL_REDUCE: Final = _c10d.all_reduce.default
 ALL_REDUCE_IN_PLACE: Final = _c10d.all_reduce_.default
 ALL_REDUCE_COALESCED: Final = _c10d.all_reduce_coalesced.default
+ALL_REDUCE_COALESCED_IN_PLACE: Final = _c10d.all_reduce_coalesced_.default
 WAIT: Final = _c10d.wait_tensor.default
 
 _COLLECTIVE_NAMESPACES: Final = frozenset(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from pathlib import Path
+from typing import Final
 
 from fusion_passes.torch_private.inductor import donates_buffers
 from fusion_passes.version import __version__
@@ -18,8 +20,35 @@ def pass_identity(*read: object) -> str:
     return hashlib.sha256(repr(state).encode()).hexdigest()
 
 
+SHAPING: Final = (
+    "config.py",
+    "graph/*.py",
+    "layout/*.py",
+    "reducer/operators.py",
+    "reducer/scaling.py",
+    "stored/*.py",
+    "torch_private/__init__.py",
+    "torch_private/autograd.py",
+    "torch_private/inductor.py",
+    "torch_private/older_torch.py",
+    "traced/*.py",
+)
+"""The files that decide what graphs and generated code look like: all that the passes and the
+lowerings import, down to the operators by which a graph calls reducers."""
+
+UNREAD: Final = re.compile(rb'^ *"""[\s\S]*?"""|(?:^ *|  )#.*', re.MULTILINE)
+"""Docstrings and comments, in code that ruff has formatted."""
+
+
 @functools.cache
 def source_hash() -> str:
-    """The hash of all Python files of the package."""
-    files = sorted(Path(__file__).parent.parent.rglob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    """The hash of the code in :data:`SHAPING`, without docstrings and comments."""
+    return hash_of_code(Path(__file__).parent.parent)
+
+
+def hash_of_code(package: Path) -> str:
+    """:func:`source_hash` of the package in this folder."""
+    files = sorted(file for pattern in SHAPING for file in package.glob(pattern))
+    code = b"\n".join(UNREAD.sub(b"", file.read_bytes()) for file in files)
+    lines = (line for line in code.splitlines() if line.strip())
+    return hashlib.sha256(b"\n".join(lines)).hexdigest()

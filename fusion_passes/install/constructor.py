@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.config import FusionConfig
+from fusion_passes.ddp.attachment import discard
 from fusion_passes.ddp.module import manage_by_reducer
 from fusion_passes.ddp.own_reducer import (
     check_supported,
@@ -43,12 +44,16 @@ def construct(
         return
     bound = inspect.signature(original).bind(ddp, *args, **kwargs)
     given = dict(bound.arguments)
-    _check_reducer_mode()
-    _check_conflicts()
-    _check_tracing(config)
-    check_supported(given)
-    warn_without_effect(given)
-    delayed = _take_delayed(bound.arguments)
+    try:
+        _check_reducer_mode()
+        _check_conflicts()
+        _check_tracing(config)
+        check_supported(given)
+        warn_without_effect(given)
+        delayed = _take_delayed(bound.arguments)
+    except Exception:
+        _keep_in_step(original, ddp, bound)
+        raise
     # DDP refuses bucket_cap_mb_list with its Python reducer, which has no buckets.
     caps_mb = bound.arguments.pop("bucket_cap_mb_list", None) or ()
     if caps_mb:
@@ -62,6 +67,18 @@ def construct(
     if not is_in_step:  # DDP broadcasts delayed parameters even with init_sync=False.
         for parameter in delayed.values():
             dist.broadcast(parameter.detach(), group=ddp.process_group, group_src=0)
+
+
+def _keep_in_step(
+    original: Callable[..., None], ddp: DistributedDataParallel, bound: inspect.BoundArguments
+) -> None:
+    """Run the collectives of DDP's constructor although this rank refuses the module. Ranks that do
+    not refuse it then wait for this rank in ``meet_ranks``, behind these collectives: not long."""
+    for name in ("mixed_precision", "bucket_cap_mb_list", *_DELAY):
+        bound.arguments.pop(name, None)
+    with contextlib.suppress(Exception), _python_reducer():
+        original(*bound.args, **bound.kwargs)
+        discard(ddp)
 
 
 _DELAY: Final = ("delay_all_reduce_named_params", "param_to_hook_all_reduce")

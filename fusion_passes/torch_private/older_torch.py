@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import inspect
 import operator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
 
-from fusion_passes.torch_private import ConfigDefinition, ConfigEntry, CustomGraphPass
+from fusion_passes.torch_private import ConfigDefinition, ConfigEntry, CustomGraphPass, OpOverload
+from fusion_passes.torch_private.inductor import graph_lowering, inductor_ir, inductor_lowerings
 
 # --- The flag ------------------------------------------------------------------------------------
 
@@ -71,12 +72,26 @@ class PassChain(CustomGraphPass):
 
 # --- Lists of tensors ----------------------------------------------------------------------------
 
+LAYOUT_CONSTRAINTS: Final = "torch._inductor.lowering._maybe_layout_constraints"
+"""Name of the table of Inductor's to which :func:`fix_strides_of_lists` adds."""
 
-def keeps_strides_of_lists() -> bool:
-    """Whether Inductor gives an operator the tensors of a list with the strides of the graph.
-    Before torch 2.13 it did so for single tensors only: it all-reduced a coalesced gradient in
-    another layout, and then waited for a copy that it had made of it in between."""
-    return torch.__version__ >= "2.13"
+
+def fix_strides_of_lists(target: OpOverload) -> None:
+    """Have Inductor give an operator, whose first argument is a list of tensors, these tensors with
+    the strides of the graph. Inductor did so for single tensors only: it all-reduced a coalesced
+    gradient in another layout, and then waited for a copy that it had made of it in between."""
+    if torch.__version__ >= "2.13":
+        return
+
+    def fix(node: Any, tensors: Any, *rest: Any, **named: Any) -> Any:
+        require, shapes = inductor_ir().ExternKernel.require_stride_order, graph_lowering().sizevars
+        orders = (
+            inductor_ir().get_stride_order(source.meta["val"].stride(), shapes.shape_env)
+            for source in node.args[0]
+        )
+        return ([require(*pair) for pair in zip(tensors, orders, strict=True)], *rest), named
+
+    inductor_lowerings().add_layout_constraint(target, fix)
 
 
 def first_of_list(node: fx.Node) -> fx.Node:

@@ -41,7 +41,6 @@ from fusion_passes.torch_private.dynamo import (
     tracing_none,
     weak_marks,
 )
-from fusion_passes.torch_private.older_torch import keeps_strides_of_lists
 from fusion_passes.torch_private.process_groups import (
     register_process_group,
     unregister_process_group,
@@ -288,9 +287,6 @@ def _why_module_untraced(reducer: Reducer, reached: Collection[ParameterNumber])
         ),
         "find_unused_parameters=True makes ranks exchange which parameters they used": (
             reducer.used.is_found
-        ),
-        "Inductor would all-reduce coalesced gradients in another layout, before torch 2.13": (
-            reducer.module.config.mode == "coalesced" and not keeps_strides_of_lists()
         ),
         "it has sparse gradients": any(kind.is_sparse for kind in kinds.values()),
         "it has complex gradients": any(kind.dtype.is_complex for kind in kinds.values()),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fusion_passes.graph.collectives import ALL_REDUCE_COALESCED, ALL_REDUCE_COALESCED_IN_PLACE
 from fusion_passes.graph.custom_ops import PACK, STORE, WIDEN, divided, split_strides
 from fusion_passes.layout.layout import Offset
 from fusion_passes.stored.flat_buffer import FlatBuffer
@@ -21,14 +22,15 @@ from fusion_passes.torch_private.inductor import (
     inductor_lowerings,
     register_lowering,
 )
+from fusion_passes.torch_private.older_torch import fix_strides_of_lists
 
 OnPacked = Callable[[str, Mapping[int, str]], None]
 """Receives a bucket's label, and the reason for each gradient that was copied, by its index."""
 
 
 def register_lowerings(on_packed: OnPacked) -> None:
-    """Register the lowerings of the package's operators with Inductor. ``on_packed`` is called for
-    each bucket that is lowered."""
+    """Register the lowerings of the package's operators with Inductor, and give coalesced gradients
+    their strides on an older torch. ``on_packed`` is called for each bucket that is lowered."""
 
     def lower_pack(
         gradients: Sequence[Any],
@@ -49,6 +51,8 @@ def register_lowerings(on_packed: OnPacked) -> None:
 
     register_lowering(PACK, lower_pack)
     register_lowering(WIDEN, _lower_widen)
+    for coalesced in (ALL_REDUCE_COALESCED, ALL_REDUCE_COALESCED_IN_PLACE):
+        fix_strides_of_lists(coalesced)
 
 
 class _PackBuffer(FlatBuffer):

@@ -3,11 +3,13 @@ and graphs that can be shared have the same."""
 
 from __future__ import annotations
 
+import ast
 import itertools
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from unittest import mock
 
 import pytest
@@ -21,11 +23,16 @@ from fusion_passes import FusionConfig
 from fusion_passes.ddp.attachment import name_in_graphs
 from fusion_passes.graph import identity as identities_of_passes
 from fusion_passes.reducer.reducer import reducer_of
+from fusion_passes.stored.lowering import register_store_lowerings
+from fusion_passes.stored.store import StoreGradients
 from fusion_passes.stored.store_pass import StorePass, stores_of_forward
 from fusion_passes.traced.backwards import traced_modules
 from fusion_passes.traced.fuse_pass import FusePass
+from fusion_passes.traced.pack import register_lowerings
+from fusion_passes.traced.pipeline import run_pipeline
 from testing.fake_world import one_rank, two_layers
 from testing.fresh import forget
+from tests.support.imports import imported_names
 
 
 def _identity(
@@ -126,12 +133,80 @@ def test_layouts_are_in_that_of_a_traced_backward() -> None:
         assert _identity_of_traced() != _identity_of_traced(flag)
 
 
-def test_all_code_is_in_the_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = Path(fusion_passes.__file__).parent
-    copy = shutil.copytree(package, tmp_path / package.name)
-    monkeypatch.setattr(identities_of_passes, "__file__", str(copy / "graph" / "identity.py"))
-    compute: Any = identities_of_passes.source_hash.__wrapped__
-    assert compute() == identities_of_passes.source_hash()
-    with (copy / "stored" / "lowering.py").open("a") as file:
-        file.write("# Code.")
-    assert compute() != identities_of_passes.source_hash()
+# The code
+
+
+PACKAGE: Final = Path(fusion_passes.__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "is_same"),
+    [
+        ("stored/lowering.py", "def ", "def _", False),
+        ("reducer/reducer.py", "def ", "def _", True),
+        ("stored/lowering.py", '"""', '"""Also: ', True),
+        ("stored/lowering.py", "\n\n\n", "\n\n\n# A comment.\n", True),
+        ("stored/lowering.py", "    return", "return", False),
+    ],
+)
+def test_code_that_shapes_graphs_is_in_the_hash(
+    tmp_path: Path, name: str, old: str, new: str, is_same: bool
+) -> None:
+    """No docstring, no comment, and nothing of a reducer makes a cache cold."""
+    package = shutil.copytree(PACKAGE, tmp_path / PACKAGE.name)
+    file = package / name
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+    assert (
+        identities_of_passes.hash_of_code(package) == identities_of_passes.source_hash()
+    ) == is_same
+
+
+def _hashed() -> set[Path]:
+    return {file for pattern in identities_of_passes.SHAPING for file in PACKAGE.glob(pattern)}
+
+
+def test_all_that_passes_and_lowerings_import_is_hashed() -> None:
+    files = {
+        ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts): file
+        for file in PACKAGE.rglob("*.py")
+    }
+    shaping = (StoreGradients, register_store_lowerings, run_pipeline, register_lowerings)
+    found: set[str] = set()
+    queue = [made.__module__ for made in shaping]
+    while queue:
+        module = queue.pop()
+        if module in found:
+            continue
+        found.add(module)
+        # What these operators do when a graph calls them is in no graph.
+        if module != "fusion_passes.reducer.operators":
+            names = set(imported_names(files[module]))
+            names |= {name.rpartition(".")[0] for name in names}
+            queue += {f"{name}.__init__" for name in names if f"{name}.__init__" in files}
+            queue += names & files.keys()
+    assert {files[module] for module in found} - _hashed() == set()
+    assert all(any(PACKAGE.glob(pattern)) for pattern in identities_of_passes.SHAPING)
+
+
+def test_only_docstrings_and_comments_are_left_out() -> None:
+    def code(text: bytes) -> str:
+        tree = ast.parse(text)
+        node: Any
+        for node in ast.walk(tree):
+            if isinstance(body := getattr(node, "body", None), list):
+                node.body = [line for line in body if not _is_constant(line)]
+        return ast.dump(tree)
+
+    def left_out(found: re.Match[bytes]) -> bytes:
+        indent, quotes, _ = found[0].partition(b'"""')
+        return indent + b"0" if quotes else b""  # A function may have nothing but its docstring.
+
+    for file in _hashed():
+        text = file.read_bytes()
+        assert code(text) == code(identities_of_passes.UNREAD.sub(left_out, text)), file.name
+
+
+def _is_constant(line: ast.stmt) -> bool:
+    return isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)

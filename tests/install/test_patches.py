@@ -262,6 +262,9 @@ TORCHS_OWN = {
 }
 """Values that torch keeps itself, and the row of the page that is responsible."""
 
+BEFORE_2_13 = {"torch._inductor.lowering._maybe_layout_constraints"}
+"""Attributes that are changed in older torch only."""
+
 
 @pytest.mark.slow
 @pytest.mark.each_torch
@@ -269,4 +272,5 @@ def test_what_changes_for_good_is_what_is_listed() -> None:
     with RankPool() as pool:
         (names,) = pool.run(1, changed_for_good)
     found = {TORCHS_OWN.get(name, name) for name in names} - {None}
-    assert found == listed("Until the process ends")
+    is_older = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+    assert found == listed("Until the process ends") - (set() if is_older else BEFORE_2_13)

@@ -17,6 +17,7 @@ import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from fusion_passes import FusionConfig
 from fusion_passes.ddp import attachment
@@ -279,7 +280,7 @@ def test_a_note_goes_when_its_iteration_ends_well(run_on_ranks: RUN, ends_well: 
 # --- A rank that does not come -------------------------------------------------------------------
 
 
-def _constructs(flags: list[str | None], ranks: list[int]) -> tuple[str, str, float]:
+def _constructs(flags: list[str | None], refused: int, ranks: list[int]) -> tuple[str, str, float]:
     """Construct a module on some ranks under a flag, then another one on all ranks under the flag,
     and train that for a step. Return the error of the first, the label of the second, and the
     seconds that the first took."""
@@ -287,13 +288,14 @@ def _constructs(flags: list[str | None], ranks: list[int]) -> tuple[str, str, fl
     group = dist.new_group(ranks)
     if rank not in ranks:
         return "", "", 0.0
+    options: dict[str, Any] = {"mixed_precision": _MixedPrecision()} if rank == refused else {}
     error = ""
     begin = time.monotonic()
     with mock.patch.object(rank_errors, "MEET_SECONDS", 2.0):
         try:
             with inductor_config.patch(ddp_fusion=flags[rank]):
-                DistributedDataParallel(models.mlp(2), process_group=group)
-        except RuntimeError as raised:
+                DistributedDataParallel(models.mlp(2), process_group=group, **options)
+        except (RuntimeError, ValueError) as raised:
             error = str(raised)
         seconds = time.monotonic() - begin
         with inductor_config.patch(ddp_fusion="concat"):
@@ -305,7 +307,7 @@ def _constructs(flags: list[str | None], ranks: list[int]) -> tuple[str, str, fl
 
 def test_a_rank_without_the_flag_is_named_by_the_others(run_on_ranks: RUN) -> None:
     flags = ["concat", None, "concat"]
-    told = run_on_ranks(3, _constructs, flags=flags, ranks=[0, 1, 2])
+    told = run_on_ranks(3, _constructs, flags=flags, refused=-1, ranks=[0, 1, 2])
     for rank in (0, 2):
         error, label, seconds = told[rank]
         assert error.startswith(
@@ -319,9 +321,16 @@ def test_a_rank_without_the_flag_is_named_by_the_others(run_on_ranks: RUN) -> No
 
 
 def test_ranks_of_a_subgroup_are_waited_for_alone(run_on_ranks: RUN) -> None:
-    told = run_on_ranks(3, _constructs, flags=[None, None, "concat"], ranks=[1, 2])
+    told = run_on_ranks(3, _constructs, flags=[None, None, "concat"], refused=-1, ranks=[1, 2])
     assert "on rank 1, and after 2 s not on rank 0 of the same process group" in told[2][0]
     assert told[1][:2] == ("", "DDP 0 (Sequential)")
+
+
+def test_a_refusal_on_one_rank_is_an_error_on_the_others(run_on_ranks: RUN) -> None:
+    told = run_on_ranks(2, _constructs, flags=["concat"] * 2, refused=1, ranks=[0, 1])
+    assert "mixed_precision=...) is not supported" in told[1][0]
+    assert "after 2 s not on rank 1 of" in told[0][0]
+    assert {label for _, label, _ in told} == {"DDP 0 (Sequential)"}
 
 
 class Store:

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 import fusion_passes
 from fusion_passes import FusionConfig, FusionWarning
 from fusion_passes.reducer.reducer import reducer_of
-from fusion_passes.traced import backwards as traced_backwards
 from fusion_passes.traced.backwards import FIRST
 from testing import models
 from testing.fake_world import one_rank, two_layers
@@ -174,16 +173,6 @@ def test_what_a_graph_could_not_launch_alike_is_left_to_reducers(
     assert reduced_in == "reducer"
     assert count >= 2
     assert said.startswith(because)
-
-
-def test_coalesced_gradients_are_left_to_the_reducer_before_torch_2_13(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(traced_backwards, "keeps_strides_of_lists", lambda: False)
-    flag = FusionConfig(mode="coalesced", backward_graph="compiled_autograd")
-    with inductor_config.patch(ddp_fusion=flag):
-        train(_managed())
-    assert reasons()[-1][1].startswith("Inductor would all-reduce coalesced gradients in another")
 
 
 def test_a_graph_that_breaks_runs_as_it_is_once_and_is_then_left_to_the_reducer() -> None:

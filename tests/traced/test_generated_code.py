@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 import fusion_passes
 from fusion_passes import FusionConfig, FusionReport
 from fusion_passes.config import FusionMode
-from fusion_passes.torch_private.older_torch import keeps_strides_of_lists
 from testing.fake_world import fake_world
 from testing.fresh import forget
 from tests.support.call_sequence import call_sequence
@@ -347,7 +346,7 @@ return what was given
     [
         pytest.param("block", "concat", marks=pytest.mark.each_torch),
         pytest.param("block", "coalesced", marks=pytest.mark.newest_torch),
-        pytest.param("convolutions", "coalesced", marks=pytest.mark.newest_torch),
+        pytest.param("convolutions", "coalesced", marks=pytest.mark.each_torch),
         *(
             pytest.param(name, mode, marks=pytest.mark.nightly)
             for name in MAKERS
@@ -356,8 +355,6 @@ return what was given
     ],
 )
 def test_every_element_is_stored(name: str, mode: FusionMode) -> None:
-    if mode == "coalesced" and not keeps_strides_of_lists():
-        pytest.skip("before torch 2.13, reducers average coalesced gradients")
     generated = generate(name, replace(TRACED, mode=mode), cap_mb=0.004 if name == "block" else 25)
     parameters = sum(parameter.numel() for parameter in made(name)[0].parameters())
     for sent in generated.sent:
