@@ -66,6 +66,7 @@ def _module(reducer: Reducer) -> ModuleReport:
         reducer.record.decision,
         "plain" if registered is None else registered.in_words(),
         tuple(_buckets(reducer)),
+        reducer.config.shard_optimizer,
     )
 
 
