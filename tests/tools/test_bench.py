@@ -202,13 +202,14 @@ def test_every_model_is_one_graph_and_has_a_loss_and_gradients(name: str) -> Non
 
 def test_broken_models_break_in_one_level_and_in_two() -> None:
     breaks = []
-    for name in ("gpt2", *BROKEN):
+    for name in BROKEN:
         made = subject(name, TINY)
         torch._dynamo.reset()
         counters.clear()
         torch.compile(made.build(), backend="eager")(*made.batch(0))
         breaks.append(sum(counters["graph_break"].values()))
-    assert breaks == sorted({0, *breaks}), "each has more than the one before"
+    once, twice = breaks
+    assert 0 < once < twice
 
 
 def test_models_of_the_bench_have_several_ddp_buckets() -> None:
