@@ -14,6 +14,7 @@ for the report. ``python -m fusion_passes.explain SCRIPT`` does both for an unch
 """
 
 from fusion_passes.config import FusionConfig
+from fusion_passes.install.switch import install_flag
 from fusion_passes.reducer.rank_errors import RanksDisagreeError
 from fusion_passes.reporting.graphs import compile_log
 from fusion_passes.reporting.recording import Recording, record_steps
@@ -27,12 +28,9 @@ from fusion_passes.reporting.records import (
 from fusion_passes.reporting.report import report
 from fusion_passes.reporting.table import format_report
 from fusion_passes.reporting.timeline import Timeline
+from fusion_passes.sharded.checkpoints import full_optimizer_state_dict
 from fusion_passes.version import __version__
 from fusion_passes.warnings import FusionWarning
-
-# isort: split
-# Imported last of all files with state: a reset undoes its changes in torch first.
-from fusion_passes.install.switch import install_flag
 
 __all__ = [
     "BucketReport",
@@ -47,6 +45,7 @@ __all__ = [
     "Timeline",
     "__version__",
     "format_report",
+    "full_optimizer_state_dict",
     "record_steps",
     "report",
     "reports",

@@ -74,6 +74,11 @@ class FusionConfig:
             allocates and registers once for all iterations and can send from directly. The next
             averaged backward overwrites it, as with DDP's ``gradient_as_bucket_view=True``. Only
             over NCCL; docs/gpu.md says what changes. Default ``"plain"``, as in DDP.
+        shard_optimizer: Whether optimizer state and optimizer compute are divided by the ranks.
+            ``True``: one rank owns each parameter. Only there does ``.grad`` hold the average after
+            a backward; elsewhere it is ``None``, so optimizers of ``torch.optim`` skip the
+            parameter. At the end of each ``optimizer.step()``, owners send their parameters to all
+            ranks. docs/sharded_optimizer.md says what changes. Default ``False``, as in DDP.
 
     Raises:
         ValueError: an option has an unknown value, a size is not a finite number greater than 0,
@@ -87,6 +92,7 @@ class FusionConfig:
     reduce_dtype: ReduceDtype | None = None
     backward_graph: BackwardGraph = "auto"
     memory: MemoryOption = "plain"
+    shard_optimizer: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in FUSION_MODES:
@@ -98,6 +104,8 @@ class FusionConfig:
             _check_choice("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
         if self.memory == "registered":
             self._check_sent_as_it_lies()
+        if self.shard_optimizer is not False:
+            self._check_sharded()
         for field in fields(self):
             if field.name.endswith("_mb"):
                 _check_size(field.name, getattr(self, field.name))
@@ -116,6 +124,27 @@ class FusionConfig:
                 "with backward_graph = 'compiled_autograd' the graph allocates them. Set "
                 "backward_graph = 'auto' or memory = 'plain'."
             )
+
+    def _check_sharded(self) -> None:
+        """Refuse options that are not implemented beside ``shard_optimizer``."""
+        if self.shard_optimizer is not True:
+            raise ValueError(
+                "FusionConfig.shard_optimizer must be True or False, but is "
+                f"{self.shard_optimizer!r}. Choose one of these."
+            )
+        needed = {
+            "mode": (self.mode, ("concat", "auto")),
+            "scaling": (self.scaling, ("auto",)),
+            "backward_graph": (self.backward_graph, ("auto", "aot_autograd")),
+            "memory": (self.memory, ("plain",)),
+        }
+        for name, (value, choices) in needed.items():
+            if value not in choices:
+                raise ValueError(
+                    f"FusionConfig.shard_optimizer = True needs {name} = "
+                    f"{' or '.join(map(repr, choices))}, but {name} is {value!r}. Set {name} = "
+                    f"{choices[0]!r}, or shard_optimizer = False."
+                )
 
     @property
     def reduces_by(self) -> ReduceMode:

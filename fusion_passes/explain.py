@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from fusion_passes.config import ENVIRONMENT_VARIABLE, FUSION_MODES
-from fusion_passes.reporting.backward_counts import backward_counts
+from fusion_passes.reporting.modules import backward_counts
 from fusion_passes.reporting.recording import ENDED, Recording, record_steps
 from fusion_passes.reporting.report import report
 from fusion_passes.reporting.table import format_report

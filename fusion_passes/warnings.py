@@ -13,7 +13,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.reducer import Reducer
-from fusion_passes.state import Lifetime, process_state
 
 MOST_NAMES: Final = 4
 """Maximum number of parameters that a warning names."""
@@ -24,9 +23,8 @@ class FusionWarning(UserWarning):
     reason and the remedy."""
 
 
-_warned: Final = process_state.keep(
-    dict[str, str](), "what the user was warned of, by topic", Lifetime.PROCESS
-)
+_warned: Final = dict[str, str]()
+"""What the user was warned of, by topic."""
 
 
 def warnings_so_far() -> tuple[str, ...]:
@@ -88,11 +86,8 @@ def warn_rounded(reducer: Reducer) -> None:
     )
 
 
-_looked_at: Final = process_state.keep(
-    WeakTensorKeyDictionary(),
-    "parameters whose owner was looked up, and the version of the reducers at that time",
-    Lifetime.PROCESS,
-)
+_looked_at: Final = WeakTensorKeyDictionary()
+"""Parameters whose owner was looked up, and the version of the reducers at that time."""
 
 
 def warn_not_reduced(unmanaged: Iterable[Tensor]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from testing.state import GLOBALS, Lifetime, value_of
+
 
 def forget() -> None:
     """Reset the package's state to that after import, undo the changes of the flag and of managed
@@ -14,7 +16,6 @@ def forget() -> None:
 
     from fusion_passes.reducer.backward import reducers
     from fusion_passes.reporting.recording import last_recording
-    from fusion_passes.state import Lifetime, process_state
     from fusion_passes.torch_private import inductor_config
     from fusion_passes.torch_private.dynamo import clear_backward_cache
 
@@ -24,11 +25,12 @@ def forget() -> None:
     reducers.on_change()
     for recording in last_recording:
         recording.abandon()
-    for piece in process_state.pieces:
-        if isinstance(piece.value, list | dict) and piece.lives is not Lifetime.GROUP:
-            piece.value.clear()
-        elif type(piece.value).__module__.startswith("fusion_passes."):
-            _renew(piece.value)
+    for name, lives in GLOBALS.items():
+        value = value_of(name)
+        if isinstance(value, list | dict) and lives is not Lifetime.GROUP:
+            value.clear()
+        elif type(value).__module__.startswith("fusion_passes."):
+            _renew(value)
     clear_backward_cache()  # Its keys contain names of modules, which are given again.
 
 

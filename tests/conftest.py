@@ -163,16 +163,16 @@ def _leaves_torch_as_it_was() -> Iterator[None]:
     """
     import torch._inductor.config
 
-    from fusion_passes.install.switch import replaced
     from fusion_passes.torch_private import owner_of_name
+    from testing.state import PATCHED
 
     forget()
     settings = TorchSettings()
+    before = {what: getattr(*owner_of_name(what)) for what in PATCHED}
     yield
     flag = torch._inductor.config.ddp_fusion
     torch._inductor.config.ddp_fusion = None  # The next test starts without it in any case.
     assert flag is None, f"the test left ddp_fusion = {flag!r}"
-    before = dict(replaced)
     forget()
     for what, value in before.items():
         assert getattr(*owner_of_name(what)) is value, f"the test left {what} replaced"

@@ -23,7 +23,7 @@ ROOMS: Final = [
 """Each room imports only from rooms before it."""
 
 CORE: Final = ("graph", "layout", "reducer", "stored", "ddp")
-SLICES: Final = ("traced", "tuning", "reporting")
+SLICES: Final = ("traced", "tuning", "reporting", "sharded")
 
 NEVER: Final = {
     **dict.fromkeys(itertools.product(CORE, SLICES), "the core does without its slices"),

@@ -29,9 +29,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
-from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.registered_memory import RegisteredMemory
 from testing.fake_world import fake_world, two_layers
+from testing.state import GLOBALS, Lifetime, of_lifetimes, value_of
 from tests.support.registrations import Backend, Group, on_the_host
 
 MODULES = [
@@ -94,7 +94,7 @@ def _bound_in(source: str) -> Iterator[str]:
 
 def undeclared(module: types.ModuleType) -> set[str]:
     """The names of mutable values of a module, and of its classes, that are not declared."""
-    ids = {id(piece.value) for piece in process_state.pieces} | {id(process_state)}
+    ids = {id(value_of(name)) for name in GLOBALS}
     names = _bound_in(inspect.getsource(module))
     found = {name: vars(module)[name] for name in names if name != "__all__"}
     for name, kind in list(found.items()):
@@ -113,22 +113,14 @@ def test_no_module_keeps_what_is_not_declared() -> None:
         assert undeclared(module) == set(), module.__name__
 
 
-def test_each_piece_says_what_it_is() -> None:
-    pieces = process_state.pieces
-    assert len(pieces) == len({id(piece.value) for piece in pieces})
-    assert all(piece.holds and piece.holds[0].islower() for piece in pieces)
-
-
 # --- Nothing is kept for longer than it says -----------------------------------------------------
 
 
 def sizes() -> dict[str, int]:
-    """Number of entries of each piece, in all of its tables."""
-    pieces = process_state.pieces
-    ids = {
-        id(piece.value) for piece in pieces
-    }  # A piece may hold another, which counts separately.
-    return {piece.holds: _entries(piece.value, ids - {id(piece.value)}) for piece in pieces}
+    """Number of entries of each global, in all of its tables."""
+    values = {name: value_of(name) for name in GLOBALS}
+    ids = set(map(id, values.values()))  # A global may hold another, which counts separately.
+    return {name: _entries(value, ids - {id(value)}) for name, value in values.items()}
 
 
 def _entries(value: Any, seen: set[int]) -> int:
@@ -144,10 +136,6 @@ def _entries(value: Any, seen: set[int]) -> int:
         return 0
     items = value.values() if hasattr(value, "values") else list(value)
     return len(value) + sum(_entries(item, seen) for item in items)
-
-
-def _of(*lifetimes: Lifetime) -> set[str]:
-    return {piece.holds for piece in process_state.pieces if piece.lives in lifetimes}
 
 
 def _step(ddp: DistributedDataParallel, run: Callable[..., Any] | None = None) -> None:
@@ -302,16 +290,16 @@ def test_what_is_about_a_module_goes_with_it() -> None:
         _forget()
         after = sizes()
         kept = {what: (before[what], after[what]) for what in after if after[what] != before[what]}
-        allowed = _of(Lifetime.GROUP, Lifetime.PROCESS)
+        allowed = of_lifetimes(Lifetime.GROUP, Lifetime.PROCESS)
         assert not kept.keys() - allowed, f"{make.__name__}: {kept}"
-    assert grown >= _of(Lifetime.MODULE), "each of them has had something to forget"
+    assert grown >= of_lifetimes(Lifetime.MODULE), "each of them has had something to forget"
 
 
 @pytest.mark.usefixtures("fused_rank")
 def test_what_is_about_a_group_goes_with_it() -> None:
     def entries() -> int:
         gc.collect()
-        return sum(size for what, size in sizes().items() if what in _of(Lifetime.GROUP))
+        return sum(size for what, size in sizes().items() if what in of_lifetimes(Lifetime.GROUP))
 
     before = entries()
     group = dist.new_group()

@@ -14,6 +14,8 @@ measurements and the logs to ``--output``. docs/bench.md explains the figures.
         --ways concat "concat, traced" --forwards 2           # two forwards before each backward
     sudo python tools/bench.py --model gpt2 --rate 1gbit \
         --ways concat --first 5                               # the first averaged step of a process
+    sudo python tools/bench.py --model mlp --rate 2.5gbit --optimizer muon \
+        --ways concat "concat, sharded" ZeroRedundancyOptimizer     # with steps of an optimizer
     taskset -c 0 python tools/bench.py --model gpt2 --ranks 1 \
         --ways concat --starts 2                              # CPU seconds of cold and warm starts
     taskset -c 0 python tools/bench.py --model gpt2-broken gpt2-broken-twice --ranks 1 \
@@ -61,7 +63,7 @@ from benches.results import Row, figures_table
 from command_line import exit_on_signals, parser_of
 from fusion_passes.tuning.tuner import DIRECTORY_VARIABLE
 from workloads.models import BROKEN, MAKERS, SIZES
-from workloads.ways import AUTO, EAGER, OURS, PLAIN, WAYS
+from workloads.ways import AUTO, EAGER, OPTIMIZERS, OURS, PLAIN, WAYS, ZERO
 
 FILE: Final = "bench.json"
 
@@ -136,6 +138,10 @@ def _parser() -> argparse.ArgumentParser:
         "processes per method that measure the first averaged step, without compiling (default: 0)"
     )
     starts = "warm starts to measure per method, after a cold one (default: 0)"
+    optimizer = (
+        "optimizer that steps after each backward (default: none); muon steps matrices, and AdamW "
+        "steps the rest"
+    )
     output = Path(time.strftime("bench-%Y%m%d-%H%M%S"))
     add(
         "--model",
@@ -151,6 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--caps", nargs="+", type=float, default=[], metavar="MB", help=caps)
     forwards = "number of forwards before the backward of a step (default: 1)"
     add("--forwards", type=int, default=1, help=forwards)
+    add("--optimizer", choices=OPTIMIZERS, default="", help=optimizer)
     add("--first", type=int, default=0, metavar="PROCESSES", help=first)
     add("--starts", type=int, default=0, metavar="PROCESSES", help=starts)
     add("--rounds", type=int, default=9, help="number of rounds (default: 9)")
@@ -176,6 +183,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.rate and options.ranks != 2:
         parser.error(f"--rate needs --ranks 2, but they are {options.ranks}")
+    if ZERO in options.ways and not options.optimizer:
+        parser.error(f"--ways {ZERO} needs an --optimizer")
     gpus = torch.cuda.device_count()
     options.backend = "nccl" if gpus else "gloo"
     if gpus and options.ranks > gpus:
@@ -297,6 +306,7 @@ class Measuring:
             timeout_s=options.timeout,
             backend=options.backend,
             forwards=options.forwards,
+            optimizer=options.optimizer,
             shares_kernels=True,
         )
 

@@ -1,4 +1,5 @@
-"""Gives a DDP module a reducer of the package, and compares what ranks must have in common."""
+"""Gives a DDP module a reducer of the package: its parameters, the caps of its buckets, and the
+settings that ranks must have in common."""
 
 from __future__ import annotations
 
@@ -9,24 +10,29 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.config import OPTION, FusionConfig
 from fusion_passes.ddp.forward import prepare_forward
 from fusion_passes.ddp.gloo_exit import pause_at_exit, pause_without_groups
-from fusion_passes.ddp.parameters import caps_of_ddp, numbered_parameters
 from fusion_passes.graph.collectives import all_reduce
-from fusion_passes.layout.caps import bucket_caps
-from fusion_passes.layout.layout import Layout, ParameterNumber
+from fusion_passes.layout.caps import BucketCaps, bucket_caps, default_caps, given_caps
+from fusion_passes.layout.layout import GradientKind, Layout, ParameterNumber
 from fusion_passes.reducer.averaged_module import STATE, AveragedModule, State
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.communication import AllReduce
+from fusion_passes.reducer.parameters import Parameters
 from fusion_passes.reducer.reducer import REDUCER, Reducer, reducer_of
 from fusion_passes.reducer.scaling import REDUCE_DTYPE_OF
 from fusion_passes.reducer.used_parameters import used_parameters
-from fusion_passes.torch_private.autograd import accumulates_plainly
-from fusion_passes.torch_private.ddp import hooks_of_reducer
+from fusion_passes.torch_private.autograd import gradient_dtype, has_hooks
+from fusion_passes.torch_private.ddp import (
+    DEFAULT_FIRST_BUCKET_BYTES,
+    delayed_parameters,
+    hooks_of_reducer,
+    parameters_of,
+)
 from fusion_passes.torch_private.process_groups import backend_name
 from fusion_passes.torch_private.registered_memory import why_not_registered
 from fusion_passes.version import __version__
@@ -54,6 +60,9 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig, label: st
         )
     )
     parameters = numbered_parameters(ddp)
+    if config.shard_optimizer:
+        assert isinstance(communication, AllReduce), "hooks are refused"
+        parameters, communication = reducers.shard(ddp, label, parameters, communication)
     module = AveragedModule(ddp, label, group, config)
     reducer = Reducer(
         module,
@@ -102,7 +111,7 @@ def _accumulated(
     if torch.compiler.is_dynamo_compiling():
         reduce_in_graph(parameter, name, world_size)
     # Here and not in the reducer, because each gradient of each step comes by.
-    elif number in awaited and reducers.hooks.are_none and accumulates_plainly(parameter):
+    elif number in awaited and reducers.hooks.are_none and not has_hooks(parameter):
         awaited.discard(number)
     else:
         reducer = ref()
@@ -144,6 +153,56 @@ def discard(ddp: DistributedDataParallel) -> None:
     remove_handles(hooks_of_reducer(ddp))
     if REDUCER in ddp.__dict__:
         remove_hooks(ddp.__dict__.pop(REDUCER))
+
+
+# --- Parameters and caps --------------------------------------------------------------------------
+
+
+def numbered_parameters(ddp: DistributedDataParallel) -> Parameters:
+    """The parameters of a module, numbered as DDP numbers them."""
+    parameters = parameters_of(ddp)
+    names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+    sparse, delayed = _sparse_ids(ddp.module), set(map(id, delayed_parameters(ddp)))
+    return Parameters(
+        parameters,
+        [names.get(id(parameter), "?") for parameter in parameters],
+        [strides_to_send(parameter) for parameter in parameters],
+        {
+            ParameterNumber(number): GradientKind(
+                p.numel(), gradient_dtype(p), p.device, id(p) in sparse, id(p) in delayed
+            )
+            for number, p in enumerate(parameters)
+            if p.requires_grad
+        },
+    )
+
+
+def _sparse_ids(model: nn.Module) -> set[int]:
+    """Ids of the parameters from which DDP expects sparse gradients: those of embeddings with
+    ``sparse=True``."""
+    return {
+        id(parameter)
+        for layer in model.modules()
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
+        for parameter in layer.parameters(recurse=False)
+    }
+
+
+def caps_of_ddp(ddp: DistributedDataParallel) -> BucketCaps:
+    """The caps of a module's buckets by DDP's arguments alone, before any option of the flag."""
+    if not ddp.bucket_bytes_cap_default:
+        return given_caps(int(ddp.bucket_bytes_cap), ddp.bucket_bytes_cap_list)
+    sparse = _sparse_ids(ddp.module)
+    gradient_bytes = sum(p.nbytes for p in parameters_of(ddp) if id(p) not in sparse)
+    return default_caps(gradient_bytes, DEFAULT_FIRST_BUCKET_BYTES, ddp.bucket_bytes_cap)
+
+
+def strides_to_send(parameter: Tensor) -> tuple[int, ...]:
+    """The strides in which a gradient is sent: those of the parameter if it is dense, otherwise
+    contiguous ones."""
+    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return tuple(parameter.stride())
+    return tuple(torch.empty(parameter.shape, device="meta").stride())
 
 
 # --- What ranks must have in common ---------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes.config import FusionConfig
+from fusion_passes.ddp.own_reducer import refuse_if_sharded
 from fusion_passes.reducer.communication import SENT_AS, AllReduce, HookCall, name_of_hook
 from fusion_passes.reducer.reducer import reducer_of
 from fusion_passes.torch_private.ddp import comm_hooks, log_comm_hook
@@ -29,10 +29,21 @@ def check_comm_hook(ddp: DistributedDataParallel, hook: Callable[..., Any]) -> N
 
     Raises:
         RuntimeError: the module has a hook already.
-        ValueError: an option contradicts it.
+        ValueError: the option ``reduce_dtype`` is set, and the hook decides the dtype.
     """
     _check_first(ddp)
-    _check_reduce_dtype(reducer_of(ddp).module.config, hook)
+    refuse_if_sharded(
+        ddp,
+        f"communication hook {name_of_hook(hook)}, which would average on all ranks",
+        "Use reduce_dtype, or torch's bf16_compress_hook or fp16_compress_hook",
+    )
+    reduce_dtype = reducer_of(ddp).module.config.reduce_dtype
+    if reduce_dtype is not None:
+        raise ValueError(
+            f"reduce_dtype={reduce_dtype!r} of ddp_fusion contradicts communication hook "
+            f"{name_of_hook(hook)}, which says itself in which dtype gradients are sent. Leave the "
+            "option out, or the hook."
+        )
 
 
 def _check_first(ddp: DistributedDataParallel) -> None:
@@ -74,13 +85,3 @@ def _note_comm_hook(ddp: DistributedDataParallel, hook: Any, state: object) -> N
     """Add a communication hook to DDP's list and logging data; DDP's reducer does not call it."""
     comm_hooks(ddp).append((hook, state))
     log_comm_hook(ddp, name_of_hook(hook))
-
-
-def _check_reduce_dtype(config: FusionConfig, hook: Any) -> None:
-    """Refuse the option ``reduce_dtype`` beside a communication hook, which decides the dtype."""
-    if config.reduce_dtype is not None:
-        raise ValueError(
-            f"reduce_dtype={config.reduce_dtype!r} of ddp_fusion contradicts communication hook "
-            f"{name_of_hook(hook)}, which says itself in which dtype gradients are sent. Leave the "
-            "option out, or the hook."
-        )

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
+from fusion_passes.ddp.own_reducer import refuse_if_sharded
 from fusion_passes.graph.collectives import broadcast
 from fusion_passes.reducer.averaged_module import STATE, State
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import reducer_of
 from fusion_passes.torch_private import tree_leaves, tree_map_only
-from fusion_passes.torch_private.autograd import flattened, unflattened
 from fusion_passes.torch_private.ddp import (
     common_rank,
     divides_by_initial_size,
@@ -46,13 +46,13 @@ class ManagedForward(DistributedDataParallel):
         if torch.compiler.is_dynamo_compiling():  # Dynamo would warn about the range, and skip it.
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
-        entered = _untraced(_enter_range)
+        entered, inputs, kwargs = _enter(self._pre_forward, inputs, kwargs)
         try:
-            inputs, kwargs = _untraced(self._pre_forward, *inputs, **kwargs)
             output = self._run_ddp_forward(*inputs, **kwargs)
-            return _untraced(self._post_forward, output)
-        finally:
-            _untraced(entered.__exit__, None, None, None)
+        except BaseException:
+            _leave(entered)
+            raise
+        return _leave(entered, self._post_forward, output)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Broadcast buffers, and move inputs to the module's device."""
@@ -113,6 +113,11 @@ def _note_outputs(ddp: DistributedDataParallel, output: Any) -> None:
 def _begin_step(ddp: DistributedDataParallel) -> None:
     """With ``join``: tell ranks without inputs that this rank has some, broadcast buffers, and tell
     those ranks whether gradients of this step are averaged."""
+    refuse_if_sharded(
+        ddp,
+        "join, since ranks without inputs would take no optimizer step",
+        "Give all ranks equally many batches",
+    )
     work: Any = Join.notify_join_context(ddp)
     _count_ranks(ddp, work)
     if sends_buffers(ddp):
@@ -143,13 +148,30 @@ def _begin_graph(module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
     return module(*inputs, **kwargs)
 
 
-def _enter_range() -> Any:
-    return torch.autograd.profiler.record_function(RANGE).__enter__()
+@torch.compiler.disable
+def _enter(
+    pre_forward: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Enter the profiler range, and run DDP's pre-forward steps. A call of a function that Dynamo
+    does not trace takes ten microseconds, so there is one before the forward and one after it."""
+    entered = torch.autograd.profiler.record_function(RANGE).__enter__()
+    try:
+        inputs, kwargs = pre_forward(*inputs, **kwargs)
+    except BaseException:
+        entered.__exit__(None, None, None)
+        raise
+    return entered, inputs, kwargs
 
 
 @torch.compiler.disable
-def _untraced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
+def _leave(
+    entered: Any, post_forward: Callable[[Any], Any] = lambda _: None, output: Any = None
+) -> Any:
+    """Run DDP's post-forward steps, unless the forward has raised an error, and leave the range."""
+    try:
+        return post_forward(output)
+    finally:
+        entered.__exit__(None, None, None)
 
 
 def prepare_forward(ddp: DistributedDataParallel) -> None:
@@ -182,7 +204,7 @@ def broadcast_buffers(ddp: DistributedDataParallel, source: int = 0) -> None:
     waited: Tensor | None = None
     with torch.no_grad():
         for buffers in kinds.values():
-            flat = flattened(buffers)
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             if is_traced and waited is not None:
                 # This broadcast reads the result of the previous one, so it stays behind that one.
                 # Inductor may reorder independent broadcasts, differently on ranks with different
@@ -191,7 +213,9 @@ def broadcast_buffers(ddp: DistributedDataParallel, source: int = 0) -> None:
             waited = broadcast(flat, source, group_name)
             # An earlier forward may have saved a buffer for its backward. A write through .data
             # does not bump the version that autograd checks, as with DDP's own broadcast.
-            targets, pieces = [buffer.data for buffer in buffers], unflattened(waited, buffers)
+            targets = [buffer.data for buffer in buffers]
+            parts = waited.split([target.numel() for target in targets])
+            pieces = [part.view_as(target) for part, target in zip(parts, targets, strict=True)]
             if is_traced:  # Inductor has no kernel for lists of complex tensors.
                 for target, piece in zip(targets, pieces, strict=True):
                     target.copy_(piece)

@@ -15,14 +15,13 @@ returned.
 from __future__ import annotations
 
 import atexit
+import functools
 import time
 
 import torch.distributed as dist
 
-from fusion_passes.state import process_state
 
-
-@process_state.once("whether a pause at the program's end is registered")
+@functools.cache
 def pause_at_exit() -> None:
     """Register a pause at the program's end, in which Gloo's threads can take the GIL."""
     atexit.register(_pause)

@@ -32,7 +32,7 @@ from fusion_passes.ddp.forward import (
     refuse_unfinished,
     sends_buffers,
 )
-from fusion_passes.ddp.own_reducer import warn_own_reducer
+from fusion_passes.ddp.own_reducer import refuse_if_sharded, warn_own_reducer
 from fusion_passes.ddp.tensor_parallel import make_dtensors_when_read
 from fusion_passes.flag import active_config
 from fusion_passes.reducer.averaged_module import STATE, State
@@ -41,7 +41,6 @@ from fusion_passes.reducer.communication import SENT_AS, AllReduce, name_of_hook
 from fusion_passes.reducer.rank_errors import compare_settings, meet_ranks
 from fusion_passes.reducer.reducer import REDUCER, Reducer, reducer_of
 from fusion_passes.reducer.used_parameters import StaticGraph
-from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.ddp import (
     HOOKS_OF_REDUCER,
     USES_PYTHON_REDUCER,
@@ -110,6 +109,11 @@ class ManagedDDP(ManagedForward):
         """Do nothing: :meth:`Reducer.reduce_zeros` has all-reduced the used-parameter map."""
 
     def _update_process_group(self, new_process_group: Any) -> None:
+        refuse_if_sharded(
+            self,
+            "_update_process_group, since optimizer states would be on other ranks than parameters",
+            "Construct a new module on the new group",
+        )
         before, reducer = self.process_group, reducer_of(self)
         refuse_memory(reducer, new_process_group)
         try:
@@ -235,17 +239,15 @@ def manage_by_reducer(
         raise
 
 
-_count: Final = process_state.keep(
-    weakref.WeakKeyDictionary[Any, dict[str, int]](),
-    "the numbers of the last module and of the last copy on each process group; kept, since the "
-    "group's store knows them",
-    Lifetime.GROUP,
-)
+_count: Final = weakref.WeakKeyDictionary[Any, dict[str, int]]()
+"""The numbers of the last module and of the last copy on each process group; kept, since the
+group's store knows them."""
 
 
 def hand_over(ddp: DistributedDataParallel, reason: str) -> None:
     """Have DDP's own reducer train a managed module from now on, and warn with the reason. All
     ranks of its process group must do this between the same two steps."""
+    refuse_if_sharded(ddp, f"DDP's own reducer, which would train it: {reason}", "Leave this out")
     ddp.__class__ = _users_class(ddp)
     for name in _REPLACED:
         ddp.__dict__.pop(name, None)
@@ -287,11 +289,8 @@ def _bound(
     return method
 
 
-_classes: Final = process_state.keep(
-    weakref.WeakValueDictionary[type[DistributedDataParallel], type[DistributedDataParallel]](),
-    "classes with the methods of ManagedDDP, by the user's class",
-    Lifetime.MODULE,
-)
+_classes: Final = weakref.WeakValueDictionary[type, type[DistributedDataParallel]]()
+"""Classes with the methods of ManagedDDP, by the user's class."""
 
 
 def _with_managed_methods(kind: type[DistributedDataParallel]) -> type[DistributedDataParallel]:

@@ -12,14 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.ddp.tensor_parallel import check_dtensors
 from fusion_passes.reducer.hooks import refuse_optimizer
-from fusion_passes.state import Lifetime, process_state
+from fusion_passes.reducer.reducer import reducer_of
 from fusion_passes.warnings import warn_once
 
-own_reducers: Final = process_state.keep(
-    weakref.WeakSet[DistributedDataParallel](),
-    "the modules that DDP's own reducer trains, though they were constructed under the flag",
-    Lifetime.MODULE,
-)
+own_reducers: Final = weakref.WeakSet[DistributedDataParallel]()
+"""The modules that DDP's own reducer trains, though they were constructed under the flag."""
 
 
 def check_supported(arguments: Mapping[str, Any]) -> None:
@@ -39,6 +36,21 @@ def check_supported(arguments: Mapping[str, Any]) -> None:
     for name, parameter in arguments["module"].named_parameters():
         refuse_optimizer(name, parameter)
     check_dtensors(arguments["module"], arguments.get("device_mesh"))
+
+
+def refuse_if_sharded(ddp: DistributedDataParallel, what: str, remedy: str) -> None:
+    """Refuse a feature that is not implemented beside the option ``shard_optimizer``.
+
+    Raises:
+        ValueError: the module has that option; it names the feature and the remedy.
+    """
+    reducer = reducer_of(ddp)
+    if reducer.module.config.shard_optimizer:
+        raise ValueError(
+            f"FusionConfig.shard_optimizer = True of {reducer.module.label} cannot be combined "
+            f"with {what}. {remedy}, or set shard_optimizer = False before the module is "
+            "constructed."
+        )
 
 
 def warn_own_reducer(ddp: DistributedDataParallel, reason: str) -> None:

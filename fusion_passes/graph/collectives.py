@@ -6,7 +6,7 @@ Source of the schemas: ``torch/csrc/distributed/c10d/Functional.cpp``.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -118,12 +118,14 @@ def group_name_of(launch: fx.Node) -> str | None:
     return group if isinstance(group, str) else None
 
 
-def issue_order(launches: Iterable[fx.Node]) -> list[list[fx.Node]]:
-    """The launches of each process group, in the given order: all ranks of a group must launch its
-    collectives in the same order."""
+def issue_order(
+    nodes: Iterable[fx.Node], queue_of: Callable[[fx.Node], str | None] = group_name_of
+) -> list[list[fx.Node]]:
+    """The launches among ``nodes`` by queue, in the given order: all ranks of a process group must
+    launch its collectives in the same order."""
     queues: dict[str | None, list[fx.Node]] = {}
-    for launch in launches:
-        queues.setdefault(group_name_of(launch), []).append(launch)
+    for launch in filter(is_launch, nodes):
+        queues.setdefault(queue_of(launch), []).append(launch)
     return list(queues.values())
 
 

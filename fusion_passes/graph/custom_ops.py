@@ -20,7 +20,6 @@ from fusion_passes.torch_private.autograd import (
     makers_of_sparse_gradients,
     register_fake,
     schema,
-    without_view_tracking,
 )
 
 _T = TypeVar("_T")
@@ -87,11 +86,6 @@ def store(
         torch.div(gradient, divisor, out=place)
 
 
-def _as_complex(real: Tensor) -> Tensor:
-    with without_view_tracking():
-        return torch.view_as_complex(real)
-
-
 def _widen(bucket: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:
     return divided(bucket.to(dtype), divisor)
 
@@ -150,12 +144,6 @@ It is a separate operator because its kernel has to wait for the collective, and
 be fused into it and then wait too.
 """
 
-AS_COMPLEX: Final = define("as_complex", "(Tensor(a) real) -> Tensor(a)", _as_complex)
-"""``view_as_complex``, ``[..., 2]`` to ``[...]``, whose result autograd does not treat as a view.
-Dynamo (torch 2.11 to 2.15) cannot make a fake tensor of a gradient that is a complex view of a real
-tensor, and would have to when it next compiles a model with that gradient.
-"""
-
 
 # --- Sparse tensors ------------------------------------------------------------------------------
 
@@ -164,15 +152,12 @@ def _of_own_memory(maker: OpOverload, name: str) -> Any:
     """Define an operator with the signature of ``maker``, an operator that makes a sparse tensor.
     The result of the new operator has copies of the indices and values."""
     _, begin, signature = str(schema(maker)).partition("(")
-    _library.define(f"{name}{begin}{signature}")
 
     def make(*args: Any, **kwargs: Any) -> Tensor:
         made: Tensor = maker(*args, **kwargs)
         return made.clone()
 
-    _library.impl(name, make, "CompositeExplicitAutograd")
-    register_fake(_library, name, maker)
-    return getattr(torch.ops.fusion_passes, name).default
+    return define(name, begin + signature, make, fake=maker)
 
 
 _NAMES: Final = ("sparse_rows", "sparse_rows_of_bag")

@@ -34,7 +34,6 @@ from typing import Final, TypeAlias
 import torch
 from torch import fx
 
-from fusion_passes.graph.custom_ops import AS_COMPLEX
 from fusion_passes.torch_private import OpOverload
 from fusion_passes.torch_private.autograd import schema
 
@@ -62,7 +61,7 @@ RESHAPES: Final[Family] = TRACED_RESHAPES | {
 PERMUTES: Final[Family] = frozenset((_aten.permute.default,))
 
 COMPLEX_VIEWS: Final[Family] = frozenset(
-    (_aten.view_as_real.default, _aten.view_as_complex.default, AS_COMPLEX)
+    (_aten.view_as_real.default, _aten.view_as_complex.default)
 )
 
 PLACES: Final[Family] = frozenset((_aten.as_strided.default,))

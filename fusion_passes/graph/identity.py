@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from pathlib import Path
 from typing import Final
 
-from fusion_passes.state import process_state
 from fusion_passes.torch_private.inductor import donates_buffers
 from fusion_passes.version import __version__
 
@@ -40,7 +40,7 @@ UNREAD: Final = re.compile(rb'^ *"""[\s\S]*?"""|(?:^ *|  )#.*', re.MULTILINE)
 """Docstrings and comments, in code that ruff has formatted."""
 
 
-@process_state.once("a hash of the code that shapes graphs")
+@functools.cache
 def source_hash() -> str:
     """The hash of the code in :data:`SHAPING`, without docstrings and comments."""
     return hash_of_code(Path(__file__).parent.parent)

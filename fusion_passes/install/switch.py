@@ -8,7 +8,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final, cast
 
 import torch
@@ -17,10 +17,12 @@ from fusion_passes.config import FusionConfig
 from fusion_passes.flag import active_config, add_flag
 from fusion_passes.install.compiles import compile_graph
 from fusion_passes.install.constructor import construct, enter_forward
-from fusion_passes.reducer.backward import RunningBackward, reducers, register_on_node
-from fusion_passes.reporting.backward_counts import backward_counts
-from fusion_passes.reporting.modules import report_when_freed
-from fusion_passes.state import Lifetime, process_state
+from fusion_passes.reducer.backward import reducers, register_on_node
+from fusion_passes.reporting.modules import backward_counts, report_when_freed
+from fusion_passes.sharded import checkpoints
+from fusion_passes.sharded.modules import before_backward, shard
+from fusion_passes.sharded.norms import clip_with_norm, norm_for_clipping, total_norm, unscale
+from fusion_passes.sharded.steps import hook_steps
 from fusion_passes.torch_private import inductor_config, owner_of_name
 from fusion_passes.torch_private.autograd import HOOKS_ON_NODES
 from fusion_passes.torch_private.inductor import WITHOUT_TORCHS_FUSION
@@ -35,33 +37,20 @@ from fusion_passes.warnings import (
 
 _DDP: Final = "torch.nn.parallel.DistributedDataParallel"
 
-replaced: Final = process_state.keep(
-    dict[str, object](),
-    "functions of torch that were replaced, by name; they are restored once the flag is unset and "
-    "no managed module is left",
-    Lifetime.PROCESS,
-)
-
 
 def install_flag() -> None:
     """Add the flag to torch's configuration, and patch or restore torch whenever it changes."""
     reducers.on_local = warn_stays_local
     reducers.on_rounded = warn_rounded
     reducers.on_unowned = warn_not_reduced
-    reducers.on_averaged = _note_averaged
+    reducers.on_averaged = backward_counts.note
     reducers.run_engine = traced_backwards.run_engine
     reducers.on_change = _installation.update
+    reducers.on_backward = before_backward
+    reducers.shard = shard
     reducers.learn_layout = learn_layout
     reducers.report_when_freed = report_when_freed
     add_flag(lambda: _installation.follow(active_config()), _warn_of_option)
-
-
-def _note_averaged(run: RunningBackward, names: Sequence[str], copied: int) -> None:
-    """Note for the report a backward whose gradients were averaged."""
-    if run.is_traced:
-        backward_counts.note(tuple(names), "compiled_autograd")
-    else:
-        backward_counts.note(tuple(names), "reducer", run.why_untraced, copied=copied)
 
 
 def _warn_of_option() -> None:
@@ -91,6 +80,7 @@ class _Installation:
         set last in whichever thread."""
         self._switch(_for_flag, is_on=self._is_set)
         self._switch(_for_modules, is_on=self._is_set or bool(reducers.alive()))
+        self._switch(_for_sharded, is_on=_shards())
 
     def _switch(self, change: Callable[[contextlib.ExitStack], None], *, is_on: bool) -> None:
         if is_on and change not in self._undo:
@@ -126,6 +116,32 @@ def _for_modules(undo: contextlib.ExitStack) -> None:
     _wrap(undo, HOOKS_ON_NODES, register_on_node)
 
 
+def _shards() -> bool:
+    return any(reducer.module.config.shard_optimizer for reducer in reducers.alive())
+
+
+def _for_sharded(undo: contextlib.ExitStack) -> None:
+    """Patch torch for modules whose optimizers are divided by the ranks."""
+    # After a step, owners send their parameters to all ranks.
+    for handle in hook_steps():
+        undo.callback(handle.remove)
+    # clip_grad_norm_ calls these two, whoever has imported it before.
+    _wrap(undo, "torch.nn.utils.clip_grad._get_total_norm", norm_for_clipping)
+    _wrap(undo, "torch.nn.utils.clip_grad._clip_grads_with_norm_", clip_with_norm)
+    # The first one of them again, as users call it.
+    _wrap(undo, "torch.nn.utils.get_total_norm", total_norm)
+    # Each rank unscales its own gradients, and all must find the same infinities.
+    _wrap(undo, "torch.amp.GradScaler._unscale_grads_", unscale)
+    # Each rank saves the state of its own parameters, and keeps that of all that it loads.
+    _wrap(undo, "torch.optim.Optimizer.state_dict", checkpoints.state_dict)
+    _wrap(undo, "torch.optim.Optimizer.load_state_dict", checkpoints.load_state_dict)
+    dcp = "torch.distributed.checkpoint.state_dict"
+    _wrap(undo, f"{dcp}._init_optim_state", checkpoints.init_state)
+    _wrap(undo, f"{dcp}._get_optim_state_dict", checkpoints.get_state)
+    _wrap(undo, f"{dcp}._load_optim_state_dict", checkpoints.load_state)
+    _wrap(undo, f"{dcp}._split_optim_state_dict", checkpoints.split_state)
+
+
 def _wrap(undo: contextlib.ExitStack, what: str, replacement: Callable[..., Any]) -> None:
     """Replace a function of torch, given by its dotted name. The replacement is called with torch's
     function as its first argument, and Dynamo does not trace it. ``undo`` puts torch's function
@@ -141,7 +157,6 @@ def _wrap(undo: contextlib.ExitStack, what: str, replacement: Callable[..., Any]
             return original(*args, **kwargs)
         return replacement(original, *args, **kwargs)
 
-    replaced[what] = original
     before = inspect.getattr_static(owner, name)
     value = torch.compiler.disable(patched)
     if isinstance(before, staticmethod):
@@ -156,8 +171,5 @@ def _wrap(undo: contextlib.ExitStack, what: str, replacement: Callable[..., Any]
     undo.callback(restore)
 
 
-_installation: Final = process_state.keep(
-    _Installation(),
-    "how to undo what is changed in torch",
-    Lifetime.PROCESS,
-)
+_installation: Final = _Installation()
+"""How to undo what is changed in torch."""

@@ -7,7 +7,6 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from types import MappingProxyType
 from typing import Final, NewType, TypeAlias
 
@@ -47,6 +46,7 @@ class GradientKind:
         is_sparse: whether the gradient is sparse. It then has a bucket of its own without memory.
         is_delayed: whether the gradient is all-reduced after the backward, after all others:
             the parameter is one of ``delay_all_reduce_named_params``.
+        owner: rank that alone keeps the average of the gradient; -1 if all ranks keep it.
     """
 
     numel: int
@@ -54,6 +54,7 @@ class GradientKind:
     device: torch.device
     is_sparse: bool = False
     is_delayed: bool = False
+    owner: int = -1
 
     @property
     def nbytes(self) -> int:
@@ -72,7 +73,7 @@ class Bucket:
         index: index of the bucket in launch order.
         numbers: parameter numbers, in the order in which their gradients lie in the bucket.
         offsets: start of each gradient in the bucket, in elements.
-        numel: number of elements of all gradients.
+        numel: number of elements from the start of the first to the end of the last gradient.
         dtype: dtype of all gradients.
         device: device of all gradients.
         is_sparse: whether the bucket is the sparse gradient of one parameter.
@@ -136,6 +137,10 @@ def plan_layout(pieces: Iterable[Piece], kinds: Kinds, caps: BucketCaps) -> Layo
     a piece with several kinds of gradients is split. The piece that brings a bucket to its cap
     closes it. Within a bucket, pieces whose size is divisible by a larger power of two come first,
     so that the pieces after them are aligned. Buckets of delayed gradients are launched last.
+
+    A piece of gradients with several owners is split too, but its parts may share a bucket. Within
+    a bucket, the gradients of one owner lie together, in the order of the owners' ranks. Those of
+    each owner begin at a multiple of :data:`ALIGNMENT` elements.
     """
     open_: dict[_BucketKey, list[Piece]] = {}
     closed: list[list[Piece]] = []
@@ -159,13 +164,13 @@ parameter number if the gradient is sparse, otherwise -1."""
 
 
 def _split(piece: Piece, kinds: Kinds) -> list[tuple[_BucketKey, Piece]]:
-    """The piece split by bucket key; each part keeps the order of the piece."""
-    parts: dict[_BucketKey, Piece] = {}
+    """The piece split by bucket key and owner; each part keeps the order of the piece."""
+    parts: dict[tuple[_BucketKey, int], Piece] = {}
     for number in piece:
         kind = kinds[number]
         key = kind.dtype, kind.device, kind.is_delayed, number if kind.is_sparse else -1
-        parts[key] = (*parts.get(key, ()), number)
-    return list(parts.items())
+        parts[key, kind.owner] = (*parts.get((key, kind.owner), ()), number)
+    return [(key, part) for (key, _), part in parts.items()]
 
 
 def lay_out(members: Iterable[Sequence[Piece]], kinds: Kinds) -> Layout:
@@ -190,11 +195,16 @@ def in_round_order(numels: Sequence[int]) -> list[int]:
 
 def _bucket(index: BucketIndex, pieces: Sequence[Piece], kinds: Kinds) -> Bucket:
     sizes = [sum(kinds[number].numel for number in piece) for piece in pieces]
-    numbers = tuple(n for place in in_round_order(sizes) for n in pieces[place])
-    *starts, numel = accumulate((kinds[number].numel for number in numbers), initial=0)
-    offsets = tuple(map(Offset, starts))
+    order = sorted(in_round_order(sizes), key=lambda place: kinds[pieces[place][0]].owner)
+    numbers = tuple(n for place in order for n in pieces[place])
     kind = kinds[numbers[0]]
-    return Bucket(index, numbers, offsets, numel, kind.dtype, kind.device, kind.is_sparse)
+    offsets, numel, owner = list[Offset](), 0, kind.owner
+    for number in numbers:
+        if kinds[number].owner != owner:
+            numel, owner = -(-numel // ALIGNMENT) * ALIGNMENT, kinds[number].owner
+        offsets.append(Offset(numel))
+        numel += kinds[number].numel
+    return Bucket(index, numbers, tuple(offsets), numel, kind.dtype, kind.device, kind.is_sparse)
 
 
 def _nbytes(pieces: Iterable[Piece], kinds: Kinds) -> int:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_passes.layout.layout import ParameterNumber
+from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.compiled_forward import CompiledForward, Destinations, Gradient
 from fusion_passes.reducer.copies import (
     ANOMALY,
@@ -29,9 +30,9 @@ from fusion_passes.reducer.copies import (
 )
 from fusion_passes.reducer.errors import second_backward
 from fusion_passes.reducer.hooks import HooksOfOthers
+from fusion_passes.reducer.parameters import Parameters
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.reducer.walk import Reached, Walker
-from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.autograd import (
     after_backward,
     backward_id,
@@ -102,6 +103,10 @@ RunEngine: TypeAlias = Callable[[RunningBackward, Sequence[Any], Callable[[], An
 """Runs a backward from these outputs by calling autograd's engine, which it is given."""
 
 
+Shard: TypeAlias = Callable[[Any, str, Parameters, AllReduce], tuple[Parameters, AllReduce]]
+"""See :attr:`Reducers.shard`."""
+
+
 @dataclass
 class Reducers:
     """The reducers of this process.
@@ -114,6 +119,9 @@ class Reducers:
         on_averaged: called with each backward that has averaged modules.
         on_unowned: called with the tensors that such a backward reaches, and no reducer has.
         on_change: called when there is a reducer more, or one less.
+        on_backward: called before each backward that accumulates gradients.
+        shard: called with a new DDP module of the option ``shard_optimizer``, its label, parameters
+            and communication; returns what takes the place of the last two.
         learn_layout: called with a new module of the mode ``"auto"``.
         report_when_freed: called with a DDP module and its new reducer; returns what ends that.
         version: how often a reducer was added.
@@ -128,12 +136,12 @@ class Reducers:
     on_averaged: OnAveraged = lambda _, __, ___: None
     on_unowned: Callable[[Sequence[Tensor]], None] = lambda _: None
     on_change: Callable[[], None] = lambda: None
+    on_backward: Callable[[], None] = lambda: None
+    shard: Shard = lambda _, __, parameters, communication: (parameters, communication)
     learn_layout: Callable[[Reducer], None] = lambda _: None
     report_when_freed: Callable[[Any, Reducer], Any] = lambda _, __: None
     version: int = 0
-    _all: weakref.WeakValueDictionary[int, Reducer] = field(
-        default_factory=weakref.WeakValueDictionary
-    )
+    _all: list[weakref.ref[Reducer]] = field(default_factory=list)
     hooks: HooksOfOthers = field(init=False)
     _walker: Walker = field(default_factory=Walker)
     _routes: dict[tuple[Any, ...], Route] = field(default_factory=dict)
@@ -142,11 +150,11 @@ class Reducers:
         self.hooks = HooksOfOthers(self._nodes)
 
     def __len__(self) -> int:
-        return len(self._all)
+        return len(self.alive())
 
     def add(self, reducer: Reducer) -> None:
         """Have a reducer take part in backwards, until it is freed."""
-        self._all[id(reducer)] = reducer
+        self._all.append(weakref.ref(reducer))
         reducer.on_unreached = self.take
         self.version += 1
         self.forget_routes()
@@ -154,7 +162,7 @@ class Reducers:
         weakref.finalize(reducer.module.ddp, self.forget_routes).atexit = False
         self._name_all()
         self.hooks.forget()
-        weakref.finalize(reducer, self.on_change).atexit = False
+        weakref.finalize(reducer, self._note_freed).atexit = False
         self.on_change()
 
     def _name_all(self) -> None:
@@ -167,13 +175,18 @@ class Reducers:
                 reducer.queue.name += f" on group {reducer.module.group.group_name}"
 
     def discard(self, reducer: Reducer) -> None:
-        self._all.pop(id(reducer), None)
+        self._all = [ref for ref in self._all if ref() is not reducer]
         self.forget_routes()
+        self.on_change()
+
+    def _note_freed(self) -> None:
+        self._all = [ref for ref in self._all if ref() is not None]
         self.on_change()
 
     def alive(self) -> list[Reducer]:
         """In the order of their construction."""
-        return list(self._all.values())
+        found = [ref() for ref in self._all]
+        return [reducer for reducer in found if reducer is not None]
 
     def owners(self) -> dict[int, list[Gradient]]:
         """Whose gradients those of the trained parameters are, by the parameters' ids."""
@@ -194,6 +207,7 @@ class Reducers:
         self.running.append(run)
         nodes: list[Any] = []
         try:
+            self.on_backward()
             nodes = self._begin(run, outputs, *args, **kw)
             result = self.run_engine(run, outputs, lambda: engine(outputs, *args, **kw))
         except BaseException as error:
@@ -400,11 +414,8 @@ def _put_in_order(taking_part: Sequence[Reducer]) -> None:
         last_on[reducer.module.group] = reducer
 
 
-reducers: Final = process_state.keep(
-    Reducers(),
-    "the reducers of DDP modules, and the compiled forwards of the backwards that run",
-    Lifetime.MODULE,
-)
+reducers: Final = Reducers()
+"""The reducers of DDP modules, and the compiled forwards of the backwards that run."""
 
 
 def register_on_node(register: Callable[..., Any], hooks: Any, hook: Any) -> Any:

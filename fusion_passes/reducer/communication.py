@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from fusion_passes.config import ScalingOption
-from fusion_passes.layout.layout import Bucket, BucketIndex
+from fusion_passes.layout.layout import Bucket, BucketIndex, ParameterNumber
 from fusion_passes.reducer.scaling import averages, sent_dtype
 from fusion_passes.torch_private.autograd import version_of_tensor
 from fusion_passes.torch_private.ddp import BuiltinCommHookType
@@ -30,8 +30,24 @@ Wait: TypeAlias = Callable[[], None]
 """Waits for a launched bucket. When the call returns, the bucket's memory holds the average."""
 
 
+class Sends:
+    """Sends buckets in some way; what a reducer tells it, and asks of it, beside the launches.
+
+    Attributes:
+        elsewhere: parameters whose average other ranks keep: their ``.grad`` becomes ``None``.
+    """
+
+    elsewhere: frozenset[ParameterNumber] = frozenset()
+
+    def note_local(self, number: ParameterNumber) -> None:
+        """Handle a gradient that was accumulated in ``.grad`` and is not averaged now."""
+
+    def end_iteration(self) -> None:
+        """Handle the end of an iteration: ``.grad`` holds averages."""
+
+
 @dataclass
-class AllReduce:
+class AllReduce(Sends):
     """Averages each bucket by an all-reduce.
 
     Attributes:
@@ -205,7 +221,7 @@ class GradBucket:
 
 
 @dataclass
-class HookCall:
+class HookCall(Sends):
     """Calls a communication hook with its state and each bucket. ``order`` returns the indices of
     the buckets that the hook is called with, in launch order."""
 

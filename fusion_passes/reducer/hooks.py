@@ -3,6 +3,7 @@ that no graph stores, and whether a node has hooks of others, which must see a g
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from fusion_passes.layout.layout import ParameterNumber, Piece
 from fusion_passes.reducer.copies import HOOKED, HOOKS_UNKNOWN, NODE_HOOKED
 from fusion_passes.torch_private.autograd import (
-    accumulates_plainly,
+    have_hooks,
     hook_behind_accumulation,
     hooks_on_node,
     registers_hooks,
@@ -101,9 +102,8 @@ class ParameterHooks:
 
     def why_not_stored(self, numbers: Piece) -> dict[ParameterNumber, str]:
         """Why no graph may store some of these gradients now, because of hooks, by number."""
-        parameters, found = self._parameters, dict[ParameterNumber, str]()
-        if not accumulates_plainly(*[parameters[number] for number in numbers]):
-            found = {n: HOOKED for n in numbers if not accumulates_plainly(parameters[n])}
+        are_hooked = have_hooks(self._parameters[number] for number in numbers)
+        found = dict.fromkeys(itertools.compress(numbers, are_hooked), HOOKED)
         if not self._others.are_none:
             hooked = ((n, self.why_hooked(n)) for n in numbers if n not in found)
             found |= {number: why for number, why in hooked if why}

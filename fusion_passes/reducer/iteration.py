@@ -21,6 +21,7 @@ from fusion_passes.reducer.launch_queue import LaunchQueue
 from fusion_passes.reducer.memory import BucketMemory
 from fusion_passes.reducer.parameters import Parameters
 from fusion_passes.reducer.used_parameters import AllUsed
+from fusion_passes.torch_private.autograd import tensor_in
 
 _ALIGNED_BYTES: Final = 16
 """The alignment that generated code assumes for the memory that an operator returns. A graph that
@@ -98,7 +99,7 @@ class Iteration:
             memory = self._memory.of(bucket)
             # The graph may store on another stream than it was allocated on.
             self._memory.join_streams()
-        return memory[start : start + numel]
+        return tensor_in(memory, (numel,), (1,), start)
 
     def note_no_memory(self, numbers: Collection[ParameterNumber], why: str) -> None:
         """Record why a graph gets no memory of a bucket for these gradients."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -187,25 +187,35 @@ class BucketMemory:
         if is_plain and number not in self.existing and number not in self.unseen:
             parameter.grad = self.place(number)
 
-    def give_back(self, bucket: Bucket, used: Collection[ParameterNumber] | None) -> None:
+    def give_back(
+        self,
+        bucket: Bucket,
+        used: Collection[ParameterNumber] | None,
+        elsewhere: frozenset[ParameterNumber],
+    ) -> None:
         """Leave the averages of a bucket in ``.grad``, as eager DDP does. A new gradient aliases
         the bucket already: autograd kept the view that the graph returned, or :meth:`alias` set it.
         The average is copied into a ``.grad`` that existed before the backward. If this rank has no
         gradient, ``.grad`` becomes the bucket view. Parameters that no rank used (``used``: those
-        that some rank has used; ``None``: all) keep their ``.grad``."""
+        that some rank has used; ``None``: all) keep their ``.grad``. It becomes ``None`` if another
+        rank keeps the average (``elsewhere``)."""
         memory, parameters = self._allocated.get(bucket.index), self._parameters.all
         if bucket.is_sparse:
             for number in bucket.numbers:
                 if used is None or number in used:
                     parameters[number].grad = self.sparse[number]
         elif memory is not None:  # Else it is empty.
+            for number in elsewhere.intersection(bucket.numbers):
+                if used is None or number in used:
+                    parameters[number].grad = None
             gradients = self._gradients(bucket.numbers)
             begin, size = memory.data_ptr(), memory.itemsize
             places = [begin + offset * size for offset in bucket.offsets]
             found = [None if gradient is None else gradient.data_ptr() for gradient in gradients]
             if found != places:
                 each = zip(bucket.numbers, gradients, found, places, strict=True)
-                self._copy_back([(n, g) for n, g, at, place in each if at != place], used)
+                left = [(n, g) for n, g, at, place in each if at != place and n not in elsewhere]
+                self._copy_back(left, used)
 
     def _copy_back(
         self,
@@ -237,22 +247,24 @@ class BucketMemory:
         try:
             self.un_alias(bucket)
         except RuntimeError:
-            self.drop(bucket)
+            self.drop(bucket.numbers, bucket)
 
     def _move_out(self, bucket: Bucket, memory: Tensor) -> None:
-        for parameter in self._in_bucket(bucket, memory):
+        for parameter in self._in_bucket(bucket.numbers, memory):
             assert parameter.grad is not None, "it lies there"
             parameter.grad.data = parameter.grad.clone()
 
-    def drop(self, bucket: Bucket) -> None:
-        """Set ``.grad`` of the gradients in a bucket to ``None``."""
-        for parameter in self._in_bucket(bucket, self._allocated[bucket.index]):
+    def drop(self, numbers: Iterable[ParameterNumber], bucket: Bucket) -> None:
+        """Set ``.grad`` of these parameters to ``None`` if it lies in a bucket."""
+        for parameter in self._in_bucket(numbers, self._allocated[bucket.index]):
             parameter.grad = None
 
-    def _in_bucket(self, bucket: Bucket, memory: Tensor) -> Iterator[nn.Parameter]:
-        """The parameters whose gradients lie in a bucket's memory."""
+    def _in_bucket(
+        self, numbers: Iterable[ParameterNumber], memory: Tensor
+    ) -> Iterator[nn.Parameter]:
+        """Those of these parameters whose gradients lie in a bucket's memory."""
         addresses = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes)
-        for number in bucket.numbers:
+        for number in numbers:
             parameter = self._parameters.all[number]
             gradient = parameter.grad
             if gradient is None or type(gradient) is not Tensor:

@@ -211,6 +211,8 @@ class Reducer:
         if not self.module.is_expecting:
             ddp = self.module.ddp
             self.record.stays_local |= ddp is not None and ddp.require_backward_grad_sync
+            if is_defined:
+                self.queue.communication.note_local(number)
             return
         with self.queue.lock:
             if self.backward is None:
@@ -292,12 +294,14 @@ class Reducer:
         for bucket in self.memory.allocated():
             is_launched = self.queue.is_launched(bucket)
             if has_failed and is_launched:
-                self.memory.drop(bucket)
+                self.memory.drop(bucket.numbers, bucket)
             elif has_failed:
                 self.memory.un_alias_or_drop(bucket)
             else:
                 if is_launched:
                     self.queue.wait_for(bucket)
+                    elsewhere = self.queue.communication.elsewhere
+                    self.memory.drop(elsewhere.intersection(bucket.numbers), bucket)
                 self.memory.un_alias(bucket)
 
     def refuse_unfinished(self) -> NoReturn:
@@ -336,7 +340,7 @@ class Reducer:
             used = self.used.on_any_rank()
             for bucket in self.queue.buckets:
                 self.queue.wait_for(bucket)
-                self.memory.give_back(bucket, used)
+                self.memory.give_back(bucket, used, self.queue.communication.elsewhere)
         self._end_iteration()
 
     def _end_iteration(self) -> None:
@@ -345,6 +349,7 @@ class Reducer:
             self.record.copies.unused = self.iteration.unused
         self._drop_iteration()
         self.used.end()
+        self.queue.communication.end_iteration()
         self.failures.take_back(self.steps)
         self.steps += 1
         self.module.state = State.IDLE

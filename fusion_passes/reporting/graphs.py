@@ -9,7 +9,6 @@ from typing import Final
 
 from fusion_passes.reporting.records import FusionReport
 from fusion_passes.reporting.table import format_report
-from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.inductor import trace_artifact
 
 
@@ -50,9 +49,8 @@ class CompileLog:
         return tuple(self._reports)
 
 
-compile_log: Final = process_state.keep(
-    CompileLog(), "what was done to each compiled graph", Lifetime.PROCESS
-)
+compile_log: Final = CompileLog()
+"""What was done to each compiled graph."""
 
 
 def one_for_each_plan(reports: Iterable[FusionReport]) -> tuple[FusionReport, ...]:

@@ -1,25 +1,24 @@
-"""Reports the DDP modules whose gradients reducers average, their buckets and what was copied."""
+"""Reports the DDP modules whose gradients reducers average, their buckets, what was copied, and how
+each backward was reduced."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from fusion_passes.graph.text import dtype_name
-from fusion_passes.reducer.backward import reducers
+from fusion_passes.reducer.backward import RunningBackward, reducers
 from fusion_passes.reducer.communication import AllReduce, HookCall, name_of_hook
 from fusion_passes.reducer.launch_queue import bucket_name
 from fusion_passes.reducer.reducer import Reducer
-from fusion_passes.reporting.records import BucketReport, ModuleReport
-from fusion_passes.state import Lifetime, process_state
+from fusion_passes.reporting.records import BackwardReport, BucketReport, ModuleReport, ReducedIn
 from fusion_passes.torch_private.process_groups import backend_name
 
-_gone: Final = process_state.keep(
-    list[ModuleReport](),
-    "what was done for modules that were freed since the last one was constructed",
-    Lifetime.PROCESS,
-)
+_gone: Final = list[ModuleReport]()
+"""What was done for modules that were freed since the last one was constructed."""
 
 
 def module_reports() -> tuple[ModuleReport, ...]:
@@ -66,6 +65,7 @@ def _module(reducer: Reducer) -> ModuleReport:
         reducer.record.decision,
         "plain" if registered is None else registered.in_words(),
         tuple(_buckets(reducer)),
+        reducer.module.config.shard_optimizer,
     )
 
 
@@ -95,3 +95,36 @@ def _buckets(reducer: Reducer) -> Iterator[BucketReport]:
             copied=tuple((names[n], copied[n]) for n in bucket.numbers if n in copied),
             name=bucket_name(reducer.queue.name, bucket),
         )
+
+
+# --- Backwards -----------------------------------------------------------------------------------
+
+
+@dataclass
+class BackwardCounts:
+    """Counts the backwards that averaged gradients, by how they did; calls ``after`` after each
+    one."""
+
+    after: Callable[[], None] | None = None
+    _counts: Counter[tuple[tuple[str, ...], ReducedIn, str, int]] = field(default_factory=Counter)
+
+    def note(self, run: RunningBackward, modules: Sequence[str], copied: int) -> None:
+        """Note a backward that has ended and averaged the gradients of these modules; see
+        :class:`BackwardReport`."""
+        if run.is_traced:
+            self._counts[tuple(modules), "compiled_autograd", "", 0] += 1
+        else:
+            self._counts[tuple(modules), "reducer", run.why_untraced, copied] += 1
+        if self.after is not None:
+            self.after()
+
+    def reports(self) -> tuple[BackwardReport, ...]:
+        """The reports, in the order in which the first backward of each kind ran."""
+        return tuple(
+            BackwardReport(modules, reduced_in, because, count, copied)
+            for (modules, reduced_in, because, copied), count in self._counts.items()
+        )
+
+
+backward_counts: Final = BackwardCounts()
+"""How many backwards were reduced in each way, and who is called after one."""

@@ -21,16 +21,14 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from fusion_passes.reducer.backward import reducers
-from fusion_passes.reporting.backward_counts import backward_counts
-from fusion_passes.reporting.modules import module_reports
+from fusion_passes.reporting.modules import backward_counts, module_reports
 from fusion_passes.reporting.spans import Event, RankTimeline, lane_of, timeline_of
 from fusion_passes.reporting.timeline import RankSteps, Timeline
-from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.profiling import (
     PREFIX,
+    compile_seconds,
     is_profiling,
     recorded_events,
-    seconds_by_name,
 )
 
 log = logging.getLogger(__name__)
@@ -62,7 +60,7 @@ class Recording:
         self._iterations = _iterations()
         self._last_ns = 0
         self._plain: list[tuple[float, bool]] = []
-        self._compile_s = _compile_s()
+        self._compile_s = compile_seconds()
         self._ends: list[int] = []
         self._profiler: profile | None = None
 
@@ -81,7 +79,7 @@ class Recording:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         now = time.time_ns()
-        compile_s = _compile_s()
+        compile_s = compile_seconds()
         if self._profiler is not None:
             self._ends.append(now)
             if len(self._ends) > self._wanted:
@@ -142,19 +140,13 @@ class Recording:
         backward_counts.after = None
 
 
-def _compile_s() -> float:
-    """A sum of torch's compile times, which grows whenever anything is compiled."""
-    return sum(seconds_by_name().values())
-
-
 def _iterations() -> int:
     """The number of times that a module's gradients have been completed."""
     return sum(reducer.steps for reducer in reducers.alive())
 
 
-last_recording: Final = process_state.keep(
-    list[Recording](), "the recording that was begun last, if any", Lifetime.PROCESS
-)
+last_recording: Final = list[Recording]()
+"""The recording that was begun last, if any."""
 
 
 def record_steps(steps: int = 3, *, plain_steps: int = 3, gather: bool = True) -> Recording:
@@ -169,7 +161,7 @@ def record_steps(steps: int = 3, *, plain_steps: int = 3, gather: bool = True) -
         plain_steps: number of steps to time before that, without the profiler; their median leaves
             out steps in which torch compiles. The two times show what the profiler costs.
         gather: whether rank 0 gets the steps of all ranks, over the store of the default process
-            group. Each rank waits for that, a minute at most.
+            group. Each rank waits for that: a minute if some rank is silent.
 
     Returns:
         The recording; its ``timeline`` is ``None`` until it has ended. If a recording is already
@@ -217,10 +209,7 @@ QUESTIONS: Final = 5
 """Number of times that a rank asks rank 0 for the time; the fastest answer counts."""
 
 PATIENCE_SECONDS: Final = 60.0
-"""Time that a rank waits for the others here, in seconds."""
-
-POLLING_SECONDS: Final = 0.01
-"""Time between two checks of rank 0 for ranks that ask, in seconds."""
+"""Time that rank 0 waits for the others to ask, in seconds; they wait twice as long."""
 
 
 def _gather(mine: RankSteps) -> tuple[tuple[RankSteps, ...], tuple[int, ...]]:
@@ -239,7 +228,7 @@ def _gather(mine: RankSteps) -> tuple[tuple[RankSteps, ...], tuple[int, ...]]:
     if world.size() > 1 and dist.get_backend(world) != "fake":
         # A connection of its own: other code in this process uses the group's.
         store: Any = world.get_group_store().clone()  # type: ignore[attr-defined]
-        store.set_timeout(timedelta(seconds=PATIENCE_SECONDS))
+        store.set_timeout(timedelta(seconds=PATIENCE_SECONDS * (2 if mine.rank else 1)))
         # Each rank counts its gatherings in the store: all ranks have the same number.
         place = f"fusion_passes/steps/{store.add(f'fusion_passes/gathered/{mine.rank}', 1)}"
         if mine.rank > 0:
@@ -256,19 +245,15 @@ def _gather(mine: RankSteps) -> tuple[tuple[RankSteps, ...], tuple[int, ...]]:
 
 
 def _receive_all(world_size: int, store: Any, place: str) -> dict[int, RankSteps]:
-    """The recorded steps of the ranks that answer in time, by rank. A rank that has asked is served
-    first: otherwise ranks that never ask would use up the time for the others."""
+    """The recorded steps of the ranks that ask in time, by rank."""
+    asks = {rank: f"{place}/ask/{rank}/0" for rank in range(1, world_size)}
+    with contextlib.suppress(RuntimeError):  # Some rank is silent.
+        store.wait([*asks.values()])
     found: dict[int, RankSteps] = {}
-    waiting, until = set(range(1, world_size)), time.monotonic() + PATIENCE_SECONDS
-    with contextlib.suppress(RuntimeError):  # The store is gone.
-        while waiting and time.monotonic() < until:
-            asking = [rank for rank in waiting if store.check([f"{place}/ask/{rank}/0"])]
-            for rank in asking:
-                store.set_timeout(timedelta(seconds=max(until - time.monotonic(), 1.0)))
-                with contextlib.suppress(RuntimeError):  # The rank is gone.
-                    found[rank] = _receive(rank, store, place)
-            waiting.difference_update(asking)
-            time.sleep(POLLING_SECONDS)
+    for rank, ask in asks.items():
+        with contextlib.suppress(RuntimeError):  # The rank is gone, or the store.
+            if store.check([ask]):
+                found[rank] = _receive(rank, store, place)
     return found
 
 

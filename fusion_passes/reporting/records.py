@@ -30,7 +30,7 @@ class BucketReport:
         sent_bytes: bytes that are sent: fewer than ``num_bytes`` in a smaller dtype; sparse
             gradients count with all of their rows.
         scaling: how the gradients are scaled: a
-            :data:`fusion_passes.traced.bucket_scaling.ScalingMethod`, ``"hook"`` by a communication
+            :data:`fusion_passes.traced.buckets.ScalingMethod`, ``"hook"`` by a communication
             hook, or ``"rows"`` for sparse gradients, whose rows each rank divides itself.
         parameters: names of the parameters whose gradients the bucket holds, in the order in which
             the gradients lie there.
@@ -89,6 +89,7 @@ class ModuleReport:
         memory: memory of the buckets: ``"plain"``, or how it is registered with NCCL.
         buckets: buckets, in launch order; empty before the first step has ended, because the
             buckets are rebuilt at its end.
+        shard_optimizer: whether gradients go to the owners of their parameters alone.
     """
 
     name: str
@@ -103,6 +104,7 @@ class ModuleReport:
     decision: tuple[str, ...]
     memory: str
     buckets: tuple[BucketReport, ...]
+    shard_optimizer: bool = False
 
 
 @dataclass(frozen=True)

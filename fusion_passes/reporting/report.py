@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 from fusion_passes.flag import active_config
-from fusion_passes.reporting.backward_counts import backward_counts
 from fusion_passes.reporting.graphs import compile_log, one_for_each_plan
-from fusion_passes.reporting.modules import module_reports
+from fusion_passes.reporting.modules import backward_counts, module_reports
 from fusion_passes.reporting.recording import last_recording
 from fusion_passes.reporting.records import SCHEMA, BucketReport, ModuleReport, Report, Totals
 from fusion_passes.reporting.timeline import BucketTimes, StepTimes, Timeline

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
@@ -42,9 +42,6 @@ _REDUCED_IN: Final[Mapping[ReducedIn, str]] = MappingProxyType(
 
 _Line: TypeAlias = tuple[str, str]
 """The head of a line, and its text, which is folded behind the head."""
-
-_Column: TypeAlias = tuple[str, int, Callable[[BucketReport], str]]
-"""The title of a column, its width, and the function that gives a bucket's cell."""
 
 
 def format_report(report: Report | FusionReport, *, width: int = 100) -> str:
@@ -95,6 +92,7 @@ def _of_process(report: Report) -> Iterator[_Line]:
 
 def _of_module(module: ModuleReport) -> Iterator[_Line]:
     hook = f" {module.hook}" if module.hook else ""
+    hook += ", each gradient to the owner of its parameter" if module.shard_optimizer else ""
     where = f"{module.mode}{hook}, {_counted(module.group_size, 'rank')} over {module.backend}"
     if not module.buckets:
         text = f"{module.name}: no averaged backward has ended yet, so it has no buckets ({where})"
@@ -132,13 +130,14 @@ def _of_graph(graph: FusionReport) -> Iterator[_Line]:
 
 
 def _rows(buckets: Sequence[BucketReport], *, shows_module: bool = False) -> Iterator[_Line]:
-    """A row for each bucket: its number, size and times, followed by what was done with it."""
-    columns = list(_columns(buckets))
-    titles = "".join(f"{title:>{width}}" for title, width, _ in columns)
-    yield f"bucket{titles}  ", "what was done"
+    """A row for each bucket: its number, its size and, if any bucket was timed, when the network
+    sent it and how much of that was exposed, followed by what was done with it."""
+    is_timed = any(bucket.times is not None for bucket in buckets)
+    titles = _cells("sent, ms", "exposed") if is_timed else ""
+    yield f"bucket{'size':>12}{titles}  ", "what was done"
     for number, bucket in enumerate(buckets[:MOST_ROWS]):
-        cells = "".join(f"{cell(bucket):>{width}}" for _, width, cell in columns)
-        head = f"{number:>6}{cells}  "
+        times = _times(bucket) if is_timed else ""
+        head = f"{number:>6}{format_bytes(bucket.num_bytes):>12}{times}  "
         for text in _done(bucket, shows_module):
             yield head, text
             head = " " * len(head)
@@ -146,22 +145,16 @@ def _rows(buckets: Sequence[BucketReport], *, shows_module: bool = False) -> Ite
         yield "", f"and {len(buckets) - MOST_ROWS} more buckets, which the JSON lists"
 
 
-def _columns(buckets: Sequence[BucketReport]) -> Iterator[_Column]:
-    """The columns for the size of a bucket and, if any bucket was timed, for when the network sent
-    it, and how much of it was exposed."""
-    yield "size", 12, lambda bucket: format_bytes(bucket.num_bytes)
-    if any(bucket.times is not None for bucket in buckets):
-        yield "sent, ms", 18, _sent
-        yield "exposed", 9, _exposed
-
-
-def _sent(bucket: BucketReport) -> str:
+def _times(bucket: BucketReport) -> str:
     times = bucket.times
-    return "" if times is None else f"{times.started_s * 1e3:.1f} to {times.ended_s * 1e3:.1f}"
+    if times is None:
+        return _cells("", "")
+    sent = f"{times.started_s * 1e3:.1f} to {times.ended_s * 1e3:.1f}"
+    return _cells(sent, f"{times.exposed_s * 1e3:.1f}")
 
 
-def _exposed(bucket: BucketReport) -> str:
-    return "" if bucket.times is None else f"{bucket.times.exposed_s * 1e3:.1f}"
+def _cells(sent: str, exposed: str) -> str:
+    return f"{sent:>18}{exposed:>9}"
 
 
 def _done(bucket: BucketReport, shows_module: bool) -> Iterator[str]:

@@ -44,6 +44,7 @@ class StoredInput:
         device: device of the parameter.
         place: (index of the bucket, offset in the bucket in elements) of the gradient; ``None``
             before the buckets of the module have been rebuilt.
+        owner: see :attr:`fusion_passes.layout.layout.GradientKind.owner`.
     """
 
     index: int
@@ -54,6 +55,7 @@ class StoredInput:
     dtype: torch.dtype
     device: torch.device
     place: tuple[BucketIndex, Offset] | None = None
+    owner: int = -1
 
     @property
     def numel(self) -> int:
@@ -112,7 +114,8 @@ def plan_pieces(
     order = {id(item): number for number, (item, _) in enumerate(ordered)}
     pieces = [piece for of_key in closed.values() for piece in of_key]
     pieces.sort(key=lambda piece: max(order[id(item)] for item in piece))
-    return [*_as_laid_out(laid_out), *map(_placed, pieces)]
+    parts = (part for piece in pieces for part in _of_each_owner(piece))
+    return [*_as_laid_out(laid_out), *map(_placed, parts)]
 
 
 def _takes_along(done: Sequence[Sequence[StoredInput]], item: StoredInput, cap: int) -> bool:
@@ -123,6 +126,12 @@ def _takes_along(done: Sequence[Sequence[StoredInput]], item: StoredInput, cap: 
         along += member.nbytes if size >= cap else 0
         size += member.nbytes
     return (along + item.nbytes) * ALONG_SHARE < cap
+
+
+def _of_each_owner(piece: Sequence[StoredInput]) -> list[list[StoredInput]]:
+    """The piece split by owner: in a bucket, the gradients of one owner lie together."""
+    owners = sorted({item.owner for item in piece})
+    return [[item for item in piece if item.owner == owner] for owner in owners]
 
 
 def _levels(graph: fx.Graph) -> dict[fx.Node, tuple[int, int]]:

@@ -3,6 +3,7 @@ of that forward whose gradients it stores."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,6 @@ from fusion_passes.graph.text import graph_text
 from fusion_passes.layout.layout import InputPosition
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.reducer import Reducer
-from fusion_passes.state import process_state
 from fusion_passes.stored.lowering import register_store_lowerings
 from fusion_passes.stored.pieces import StoredInput
 from fusion_passes.stored.store import StoreGradients
@@ -73,6 +73,7 @@ def stores_of_forward(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients 
             value.dtype,
             value.device,
             None if graph_layout is None else graph_layout.places[number],
+            kind.owner,
         )
     if not has_some:
         return None
@@ -80,7 +81,7 @@ def stores_of_forward(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients 
     return StoreGradients(tuple(found.values()), len(inputs), caps)
 
 
-@process_state.once("whether Inductor knows the operators that store gradients")
+@functools.cache
 def _register_lowerings() -> None:
     """Register the lowerings, not before a compile: Inductor takes a second to import."""
     register_store_lowerings()

@@ -13,17 +13,6 @@ from fusion_passes.torch_private import OpOverload
 # --- Tensors -------------------------------------------------------------------------------------
 
 
-def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors of one dtype and device into a flat tensor, ``[all elements]``. A single
-    tensor is not copied."""
-    return torch._utils._flatten_dense_tensors(tensors)
-
-
-def unflattened(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Split a result of :func:`flattened` into views with the shapes of the tensors."""
-    return torch._utils._unflatten_dense_tensors(flat, tensors)
-
-
 def tensor_in(memory: Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> Tensor:
     """A tensor in the memory of another one, which autograd does not take for a view of it. Strides
     and offset are in elements; the offset counts from the first element of ``memory``."""
@@ -49,11 +38,15 @@ def is_tensor_subclass(value: Any) -> bool:
     return is_traceable_wrapper_subclass(value)
 
 
-def accumulates_plainly(*tensors: Tensor) -> bool:
-    """Whether tensors have no hook that sees their gradient: neither before its accumulation
-    (tensor hooks) nor right after it (post-accumulate-grad hooks)."""
-    hooks = [tensor._backward_hooks or tensor._post_accumulate_grad_hooks for tensor in tensors]
-    return not any(hooks)
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether a tensor has hooks that see its gradient: before it is accumulated (tensor hooks), or
+    right after that (post-accumulate-grad hooks)."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def have_hooks(tensors: Iterable[Tensor]) -> list[bool]:
+    """As :func:`has_hooks`, of each of these tensors; a call for each would take twice as long."""
+    return [bool(t._backward_hooks or t._post_accumulate_grad_hooks) for t in tensors]
 
 
 def hook_behind_accumulation(tensor: Tensor, hook: Callable[..., None]) -> tuple[Any, Any]:
@@ -169,18 +162,6 @@ def register_fake(library: torch.library.Library, name: str, function: Callable[
 def move_to_end(graph: fx.Graph, node: fx.Node) -> None:
     """Move a node behind all others, even behind the output. The order is not checked."""
     graph._root.prepend(node)
-
-
-def below_autograd() -> Any:
-    """A context in which operators skip their autograd kernels. Those of the functional collectives
-    are written in Python: outside this context, a wait takes 0.3 ms."""
-    return torch._C._AutoDispatchBelowAutograd()
-
-
-def without_view_tracking() -> Any:
-    """A context in which autograd does not record that a tensor is a view of another."""
-    key = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-    return torch._C._ExcludeDispatchKeyGuard(key)
 
 
 # --- The engine ----------------------------------------------------------------------------------

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -20,20 +18,6 @@ from torch import fx
 
 from fusion_passes.torch_private import ConfigDefinition, ConfigEntry, CustomGraphPass, OpOverload
 from fusion_passes.torch_private.inductor import graph_lowering, inductor_ir, inductor_lowerings
-
-NEEDED_UP_TO: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "PlainEntry": "2.11",
-        "has_plain_entries": "2.11",
-        "PassChain": "2.12",
-        "takes_one_pass": "2.12",
-        "LAYOUT_CONSTRAINTS": "2.12",
-        "fix_strides_of_lists": "2.12",
-        "first_of_list": "2.12",
-    }
-)
-"""The newest torch that needs each of the names in this file."""
-
 
 # --- The flag ------------------------------------------------------------------------------------
 

@@ -63,6 +63,59 @@ def begin_all_reduce_coalesced(
     return group.allreduce_coalesced(list(tensors), options).wait
 
 
+_TAG: Final = 0x5F05
+"""Tag of messages between two ranks. They are received in the order in which they are sent; a user
+has probably not sent others with this tag."""
+
+
+def begin_exchange(
+    group: Any, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]
+) -> Callable[[], Any]:
+    """Send each tensor to a rank, and receive one from a rank into each. Between two ranks, these
+    keep their order. Return the function that waits for all. Over Gloo, this keeps the network busy
+    in both directions, and needs less CPU than its collectives (docs/sharded_optimizer.md)."""
+    works = [group.recv([tensor], rank, _TAG) for rank, tensor in received]
+    works += [group.send([tensor], rank, _TAG) for rank, tensor in sent]
+
+    def wait() -> None:
+        timeout = group_timeout(group)  # Else it would be the timeout that the group was made with.
+        for work in works:
+            work.wait(timeout)
+
+    return wait
+
+
+def begin_reduces(
+    group: Any, parts: Sequence[Tensor], memory: Tensor, operation: Any
+) -> Callable[[], Any]:
+    """Reduce the r-th part of a flat tensor to rank r, in place, over NCCL. Elsewhere the part is
+    undefined afterwards. Return the function that waits for all."""
+    if len({part.numel() for part in parts}) == 1:
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = operation
+        return group._reduce_scatter_base(parts[group.rank()], memory, options).wait
+    group._start_coalescing(memory.device)
+    for rank, part in enumerate(parts):
+        if part.numel():
+            reduce = dist.ReduceOptions()
+            reduce.reduceOp, reduce.rootRank = operation, rank
+            group.reduce([part], reduce)
+    return group._end_coalescing(memory.device).wait
+
+
+def begin_broadcasts(
+    group: Any, tensors: Sequence[tuple[int, Tensor]], device: torch.device
+) -> Callable[[], Any]:
+    """Broadcast tensors in place, each from a rank, over NCCL. Return the function that waits for
+    all."""
+    group._start_coalescing(device)
+    for rank, tensor in tensors:
+        options = dist.BroadcastOptions()
+        options.rootRank = rank
+        group.broadcast([tensor], options)
+    return group._end_coalescing(device).wait
+
+
 def all_gather(group: ProcessGroup, tensor: Tensor) -> Tensor:
     """Gather the tensors of all ranks of a group, one behind the other, and wait for that."""
     gathered = tensor.new_empty(group.size() * tensor.numel())

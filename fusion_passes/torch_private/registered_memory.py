@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import torch
 
-from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private import ProcessGroup
 
 _AVERAGES_FROM: Final = (2, 30)
@@ -120,17 +119,11 @@ def deregister_freed() -> None:
         _deregister(*_freed.pop(0))
 
 
-_freed: Final = process_state.keep(
-    list[tuple[Any, Any, torch.device]](),
-    "the registered memory that was freed while a CUDA graph was captured: backend, pool, device",
-    Lifetime.GROUP,
-)
+_freed: Final = list[tuple[Any, Any, torch.device]]()
+"""The registered memory that was freed while a CUDA graph was captured: backend, pool, device."""
 
-_alive: Final = process_state.keep(
-    weakref.WeakSet[RegisteredMemory](),
-    "the memory that is registered, for the end of its process group",
-    Lifetime.MODULE,
-)
+_alive: Final = weakref.WeakSet[RegisteredMemory]()
+"""The memory that is registered, for the end of its process group."""
 
 # When a registered pool is freed, torch calls its communicator (2.11 to 2.14). If the communicator
 # was destroyed, that would fail.

@@ -32,7 +32,6 @@ from fusion_passes.reducer.backward import RunningBackward, reducers
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.reducer.walk import Walker
-from fusion_passes.state import Lifetime, process_state
 from fusion_passes.torch_private.dynamo import (
     clear_backward_cache,
     in_one_graph,
@@ -61,7 +60,6 @@ class TracedModules:
     second module on process group ``0``, and ``0/ddp1#5`` for the gradient of its parameter 5."""
 
     _reducers: dict[str, weakref.ref[Reducer]] = field(default_factory=dict)
-    _has_forgotten: bool = False
 
     def note(self, name: str, reducer: Reducer) -> None:
         """Register a module's group names for its process group, as long as its reducer is
@@ -72,11 +70,9 @@ class TracedModules:
         names = [name, *(f"{name}#{number}" for number in reducer.parameters.kinds)]
         if known is not None:
             self._forget(name, known, names)
-        if self._has_forgotten:
-            # Compiled autograd caches graphs by their autograd nodes and the names in their hooks:
-            # another module may get a forgotten name, on a process group that was created anew.
-            clear_backward_cache()
-            self._has_forgotten = False
+        # Compiled autograd caches graphs by their autograd nodes and the names in their hooks, and
+        # an earlier module may have had these names, on a process group that was destroyed.
+        clear_backward_cache()
         reference = self._reducers[name] = weakref.ref(reducer)
         for each in names:
             register_process_group(each, reducer.module.group)
@@ -86,7 +82,6 @@ class TracedModules:
         if self._reducers.get(name) is not reference:
             return  # Another reducer has the name now.
         del self._reducers[name]
-        self._has_forgotten = True
         if torch.distributed.is_initialized():  # Otherwise destroying the groups removed them.
             for each in names:
                 unregister_process_group(each)
@@ -99,15 +94,11 @@ class TracedModules:
         if reducer is None:
             return None
         index = ParameterNumber(int(number) if number else -1)
-        communication = reducer.queue.communication
-        assert isinstance(communication, AllReduce), "else it is not traced"
         return Owner(
             group_name=base,
             process_group=reducer.module.group.group_name,
             module=reducer.module.label,
             parameter=reducer.parameters.names[index] if number else "",
-            backend=communication.backend,
-            world_size=reducer.module.group.size(),
             number=index,
             strides=tuple(reducer.parameters.strides[index]) if number else None,
         )
@@ -117,26 +108,27 @@ class TracedModules:
         reducer = self._reducers[name]()
         assert reducer is not None, "its graph is being compiled"
         communication = reducer.queue.communication
-        assert isinstance(communication, AllReduce), "likewise"
-        return ModuleBuckets(
-            tuple(bucket.numbers for bucket in reducer.assignment.layout.buckets),
-            communication.dtype,
-            communication.scaling_option,
-        )
+        assert isinstance(communication, AllReduce), "else it is not traced"
+        buckets = reducer.assignment.layout.buckets
+        return ModuleBuckets(tuple(bucket.numbers for bucket in buckets), communication)
 
     def identity(self) -> str:
         """Everything that a cached graph depends on, as text. For each gradient, it includes the
         strides and the name in the report."""
-        known = [(name, r) for name, ref in sorted(self._reducers.items()) if (r := ref())]
-        numbers = [f"{name}#{number}" for name, r in known for number in r.parameters.kinds]
-        return repr([*map(self.owner_of, numbers), *(self.buckets_of(name) for name, _ in known)])
+        found: list[object] = []
+        for name, reference in sorted(self._reducers.items()):
+            reducer = reference()
+            if reducer is not None:
+                found += [self.owner_of(f"{name}#{number}") for number in reducer.parameters.kinds]
+                buckets = self.buckets_of(name)
+                sent = buckets.communication
+                found += [buckets.numbers, sent.backend, sent.divisor(), sent.dtype]
+                found.append(sent.scaling_option)
+        return repr(found)
 
 
-traced_modules: Final = process_state.keep(
-    TracedModules(),
-    "the modules whose gradients graphs reduce, by the names that these have for their groups",
-    Lifetime.MODULE,
-)
+traced_modules: Final = TracedModules()
+"""The modules whose gradients graphs reduce, by the names that these have for their groups."""
 
 
 # --- Which backwards are traced ------------------------------------------------------------------
@@ -287,6 +279,9 @@ def _why_module_untraced(reducer: Reducer, reached: Collection[ParameterNumber])
         FIRST: not reducer.assignment.is_fixed,
         '"auto" still compares layouts': reducer.tuner is not None,
         "a communication hook all-reduces its buckets": not isinstance(communication, AllReduce),
+        "each gradient goes to the rank that owns its parameter": (
+            reducer.module.config.shard_optimizer
+        ),
         "join divides its gradients by the number of ranks that still have inputs": (
             isinstance(communication, AllReduce) and communication.count_ranks is not None
         ),
@@ -294,6 +289,7 @@ def _why_module_untraced(reducer: Reducer, reached: Collection[ParameterNumber])
             reducer.used.is_found
         ),
         "it has sparse gradients": any(kind.is_sparse for kind in kinds.values()),
+        "it has complex gradients": any(kind.dtype.is_complex for kind in kinds.values()),
         "delay_all_reduce_named_params delays gradients, which may accumulate several times": any(
             kind.is_delayed for kind in kinds.values()
         ),
@@ -332,8 +328,5 @@ def _in_a_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text.removeprefix('Explanation: ')[:240]}"
 
 
-traced_backwards: Final = process_state.keep(
-    TracedBackwards(),
-    "which backward is being traced, and how those before were compiled",
-    Lifetime.PROCESS,
-)
+traced_backwards: Final = TracedBackwards()
+"""Which backward is being traced, and how those before were compiled."""

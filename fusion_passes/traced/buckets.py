@@ -1,5 +1,5 @@
-"""Groups the gradient reductions of a traced backward into the buckets of their modules' layouts.
-Pure: reads the graph, changes nothing.
+"""Groups the gradient reductions of a traced backward into the buckets of their modules' layouts,
+and decides where each bucket is scaled. Pure: reads the graph, changes nothing.
 
 Other ranks may have traced another graph, or none. They launch the buckets of the same layouts, in
 the same order. A graph therefore launches all of these buckets, or it cannot be run.
@@ -11,17 +11,16 @@ import bisect
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from torch import fx
 
-from fusion_passes.config import ScalingOption
 from fusion_passes.graph.collectives import group_name_of
 from fusion_passes.graph.families import stores_unscaled
 from fusion_passes.graph.text import dtype_name
 from fusion_passes.layout.layout import Piece
-from fusion_passes.reducer.scaling import sent_dtype
-from fusion_passes.traced.bucket_scaling import BucketScaling, choose_scaling
+from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.traced.dependencies import dependents, write_positions
 from fusion_passes.traced.find import (
     FoundReductions,
@@ -31,6 +30,33 @@ from fusion_passes.traced.find import (
 )
 from fusion_passes.traced.placement import Placement
 from fusion_passes.traced.producers import source_of
+
+ScalingMethod: TypeAlias = Literal["none", "collective", "store", "bucket", "result"]
+"""Where the gradients of a bucket are scaled.
+
+* ``"none"``: nowhere, since there is nothing to scale by.
+* ``"collective"``: in the collective, which averages.
+* ``"store"``: in the kernels that store the gradients in the bucket.
+* ``"bucket"``: in one pass over the bucket, before the launch.
+* ``"result"``: in the kernel that casts the result back, after the wait.
+"""
+
+
+@dataclass(frozen=True)
+class BucketScaling:
+    """Where a bucket is scaled, and by what.
+
+    Attributes:
+        method: see :data:`ScalingMethod`.
+        reduce_op: reduce op of the collective: ``"sum"`` or ``"avg"``.
+        before: number that gradients are divided by before the launch: as stored, or in the bucket.
+        after: number that results are divided by after the wait.
+    """
+
+    method: ScalingMethod
+    reduce_op: str
+    before: float = 1.0
+    after: float = 1.0
 
 
 class CannotLaunchError(Exception):
@@ -45,13 +71,11 @@ class ModuleBuckets:
     Attributes:
         numbers: parameter numbers of each bucket of the module's layout: buckets in launch order,
             and parameters in the order in which their gradients lie in the bucket.
-        reduce_dtype: dtype in which wider floating-point gradients are sent; ``None``: their own.
-        scaling: the option ``scaling``.
+        communication: how reducers send these buckets, on this rank and on others.
     """
 
     numbers: tuple[Piece, ...]
-    reduce_dtype: torch.dtype | None = None
-    scaling: ScalingOption = "auto"
+    communication: AllReduce
 
 
 BucketsOf = Callable[[str], ModuleBuckets]
@@ -179,8 +203,8 @@ def _of_module(reductions: Sequence[GradientReduction], of: ModuleBuckets) -> li
                 f"gradients in a bucket of {owner.module} differ in dtype, device or divisor"
             )
         folds = not any(stores_unscaled(source_of(member).node) for member in members)
-        sent_as = sent_dtype(key.dtype, of.reduce_dtype)
-        scaling = choose_scaling(key, owner, reduce_dtype=sent_as, scaling=of.scaling, folds=folds)
+        sent_as = of.communication.sent_dtype(key.dtype)
+        scaling = choose_scaling(key, of.communication, folds=folds)
         buckets.append(TracedBucket(key, members, sent_as, scaling, ready))
     return buckets
 
@@ -197,3 +221,17 @@ def _check_writes(graph: fx.Graph, buckets: Sequence[TracedBucket]) -> None:
                     f"the graph overwrites the gradient of {member.owner.parameter} before the "
                     "launch of its bucket"
                 )
+
+
+def choose_scaling(key: ReductionKey, communication: AllReduce, *, folds: bool) -> BucketScaling:
+    """Where a bucket with this ``key`` is scaled: where a reducer scales it, because other ranks
+    rely on that. With ``folds``, each gradient is stored by a kernel that can scale it."""
+    if key.divisor == 1:
+        return BucketScaling("none", "sum")
+    where = communication.scaling(key.dtype)
+    if where == "collective" and key.divisor == communication.divisor():
+        return BucketScaling("collective", "avg")
+    if where == "result":
+        return BucketScaling("result", "sum", after=float(key.divisor))
+    is_cast = communication.sent_dtype(key.dtype) != key.dtype  # By a kernel that can scale, too.
+    return BucketScaling("store" if folds or is_cast else "bucket", "sum", float(key.divisor))

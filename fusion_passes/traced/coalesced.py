@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fusion_passes.graph.collectives import all_reduce_coalesced
-from fusion_passes.graph.custom_ops import AS_COMPLEX, divided
+from fusion_passes.graph.custom_ops import divided
 from fusion_passes.traced.buckets import TracedBucket
 from fusion_passes.traced.find import GradientReduction
 from fusion_passes.traced.rewrite import Replacement, cast, replace_buckets
@@ -54,18 +54,17 @@ class FuseByCoalescing(GraphPass):
         return before.with_buckets(self.buckets)
 
     def _replacement_for(self, _: int, bucket: TracedBucket) -> Replacement:
-        gradients = tuple(member.gradient for member in bucket.members)
-        return Replacement(gradients, functools.partial(_reduce, bucket))
+        return [member.gradient for member in bucket.members], functools.partial(_reduce, bucket)
 
 
 def _reduce(bucket: TracedBucket, gradients: list[Tensor]) -> list[Tensor]:
     """Reduce a bucket; return the averaged gradients, each in a tensor of its own."""
     key, scaling = bucket.key, bucket.scaling
-    flat = [_to_send(m, g) for m, g in zip(bucket.members, gradients, strict=True)]
+    flat = [_as_it_lies(g, m.strides) for m, g in zip(bucket.members, gradients, strict=True)]
     to_sum = _divided(flat, scaling.before)
-    sent = [cast(tensor, bucket.reduce_dtype.to_real()) for tensor in to_sum]
+    sent = [cast(tensor, bucket.reduce_dtype) for tensor in to_sum]
     reduced = all_reduce_coalesced(sent, scaling.reduce_op, key.group_name)
-    wide = [cast(tensor, key.dtype.to_real()) for tensor in reduced]
+    wide = [cast(tensor, key.dtype) for tensor in reduced]
     results = _divided(wide, scaling.after)
     return [_in_place(m, result) for m, result in zip(bucket.members, results, strict=True)]
 
@@ -77,14 +76,7 @@ def _divided(tensors: Sequence[Tensor], divisor: float) -> list[Tensor]:
     return list(torch._foreach_div(list(tensors), divisor))
 
 
-def _to_send(member: GradientReduction, gradient: Tensor) -> Tensor:
-    flat = _as_it_lies(gradient, member.strides)
-    return torch.view_as_real(flat) if flat.is_complex() else flat
-
-
 def _in_place(member: GradientReduction, reduced: Tensor) -> Tensor:
-    if member.key.dtype.is_complex:
-        reduced = AS_COMPLEX(reduced)
     shape = member.wait.meta["val"].shape
     if reduced.shape != shape or reduced.stride() != member.strides:
         reduced = reduced.as_strided(shape, member.strides)

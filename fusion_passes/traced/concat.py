@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from fusion_passes.graph.collectives import all_reduce
-from fusion_passes.graph.custom_ops import AS_COMPLEX, PACK, WIDEN
+from fusion_passes.graph.custom_ops import PACK, WIDEN
 from fusion_passes.traced.buckets import TracedBucket
-from fusion_passes.traced.find import GradientReduction
 from fusion_passes.traced.producers import source_of
 from fusion_passes.traced.rewrite import Replacement, replace_buckets
 from fusion_passes.traced.verify import GraphFacts, GraphPass
@@ -39,8 +38,7 @@ class FuseByConcat(GraphPass):
     ``widen`` casts back after the wait.
 
     Each result has the shape and dtype of the reduction that it replaces, and the strides of the
-    parameter, in which compiled autograd accumulates. A complex gradient is packed as its real and
-    imaginary parts, which is how c10d reduces it.
+    parameter, in which compiled autograd accumulates.
 
     Attributes:
         buckets: buckets to fuse, from :func:`fusion_passes.traced.buckets.plan_buckets` for the
@@ -58,20 +56,11 @@ class FuseByConcat(GraphPass):
         return before.with_buckets(self.buckets)
 
     def _replacement_for(self, index: int, bucket: TracedBucket) -> Replacement:
-        inputs = tuple(_input_of(member, bucket) for member in bucket.members)
-        nodes = tuple(node for node, _ in inputs)
-        strides = [strides for _, strides in inputs]
-        label = f"{self.label}:{index}"
-        return Replacement(nodes, functools.partial(_reduce, bucket, strides, label))
-
-
-def _input_of(member: GradientReduction, bucket: TracedBucket) -> tuple[fx.Node, tuple[int, ...]]:
-    """The node that is packed for a member, and the strides of its place in the bucket."""
-    if bucket.key.dtype.is_complex or not member.num_bytes:
-        return member.gradient, (*(2 * stride for stride in member.strides), 1)
-    is_cast = bucket.reduce_dtype != bucket.key.dtype and bucket.scaling.method != "store"
-    source = source_of(member, sent_as=bucket.reduce_dtype if is_cast else None)
-    return source.node, source.strides
+        is_cast = bucket.reduce_dtype != bucket.key.dtype and bucket.scaling.method != "store"
+        sent_as = bucket.reduce_dtype if is_cast else None
+        sources = [source_of(member, sent_as) for member in bucket.members]
+        strides, label = [source.strides for source in sources], f"{self.label}:{index}"
+        return [s.node for s in sources], functools.partial(_reduce, bucket, strides, label)
 
 
 def _reduce(
@@ -79,15 +68,14 @@ def _reduce(
 ) -> list[Tensor]:
     """Pack and reduce a bucket; return the averaged gradients, as views of one buffer."""
     key, scaling = bucket.key, bucket.scaling
-    reals = [torch.view_as_real(g) if key.dtype.is_complex else g for g in gradients]
     # In the order of the layout and without gaps, as the reducers of other ranks have them.
-    offsets = list(itertools.accumulate((real.numel() for real in reals[:-1]), initial=0))
-    filled = [index for index, real in enumerate(reals) if real.numel()]
+    offsets = list(itertools.accumulate((each.numel() for each in gradients[:-1]), initial=0))
+    filled = [index for index, each in enumerate(gradients) if each.numel()]
     reduced = PACK(
-        [reals[index] for index in filled],
+        [gradients[index] for index in filled],
         [offsets[index] for index in filled],
         [stride for index in filled for stride in strides[index]],
-        bucket.reduce_dtype.to_real(),
+        bucket.reduce_dtype,
         scaling.before,
         scaling.method == "bucket",
         label,
@@ -96,21 +84,9 @@ def _reduce(
     if bucket.reduce_dtype != key.dtype:
         reduced = WIDEN(reduced, key.dtype, scaling.after)
     return [
-        _view(member, reduced, offset) if member.num_bytes else _empty(gradient)
+        reduced.as_strided(member.wait.meta["val"].shape, member.strides, offset)
+        if member.num_bytes
+        # An empty view of the buffer would come back with other strides.
+        else gradient.clone(memory_format=torch.contiguous_format)
         for member, offset, gradient in zip(bucket.members, offsets, gradients, strict=True)
     ]
-
-
-def _view(member: GradientReduction, reduced: Tensor, offset: int) -> Tensor:
-    shape = member.wait.meta["val"].shape
-    if not member.key.dtype.is_complex:
-        return reduced.as_strided(shape, member.strides, offset)
-    strides = (*(2 * stride for stride in member.strides), 1)
-    view: Tensor = AS_COMPLEX(reduced.as_strided((*shape, 2), strides, offset))
-    return view
-
-
-def _empty(gradient: Tensor) -> Tensor:
-    """The result for a gradient without elements: there is nothing to send, and an empty view of
-    the buffer would come back with other strides."""
-    return gradient.clone(memory_format=torch.contiguous_format)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from itertools import zip_longest
 
@@ -13,7 +14,6 @@ from fusion_passes.graph.identity import pass_identity
 from fusion_passes.graph.text import dtype_name
 from fusion_passes.reporting.graphs import compile_log
 from fusion_passes.reporting.records import BucketReport, FusionReport, RejectionReport
-from fusion_passes.state import process_state
 from fusion_passes.torch_private import CustomGraphPass
 from fusion_passes.traced.backwards import traced_modules
 from fusion_passes.traced.buckets import BucketPlan, TracedBucket
@@ -43,7 +43,7 @@ class FusePass(CustomGraphPass):
         return pass_identity(self._config.mode, self._modules)
 
 
-@process_state.once("whether Inductor knows the operators of traced buckets")
+@functools.cache
 def _register_lowerings() -> None:
     """Register the lowerings, not before a compile: Inductor takes a second to import."""
     register_lowerings(compile_log.packed)

@@ -21,8 +21,6 @@ class Owner:
             queue.
         module: name of the DDP module, for people.
         parameter: name of the parameter in that module, for people.
-        backend: name of the process group's backend for the module's device: ``"gloo"``.
-        world_size: number of ranks in the process group.
         number: parameter number, in the module's order, which is the same on all ranks; -1 for the
             group name of the module itself.
         strides: strides of the parameter, which its gradient has in a bucket. They are equal on all
@@ -34,8 +32,6 @@ class Owner:
     process_group: str
     module: str
     parameter: str
-    backend: str
-    world_size: int
     number: ParameterNumber
     strides: tuple[int, ...] | None = None
 
@@ -72,6 +68,10 @@ class DdpGroups:
         not DDP's, and for any other node."""
         name = group_name_of(node) if is_launch(node) else None
         return self.owners.get(name) if name is not None else None
+
+    def launches_in(self, graph: fx.Graph) -> list[fx.Node]:
+        """The launches of DDP's collectives, in graph order."""
+        return [node for node in graph.nodes if self.owner_of(node) is not None]
 
     def queue_of(self, launch: fx.Node) -> str:
         """The name of the process group on whose queue a launch is put. For a collective that is

@@ -18,7 +18,7 @@ from fusion_passes.traced.find import find_gradient_reductions
 from fusion_passes.traced.owners import DdpGroups, OwnerOf
 from fusion_passes.traced.pin import PinOrder
 from fusion_passes.traced.place import PlaceReductions
-from fusion_passes.traced.placement import plan_placement
+from fusion_passes.traced.placement import placements_of
 from fusion_passes.traced.verify import BrokenInvariantError, GraphPass, graph_facts, verify
 
 log = logging.getLogger(__name__)
@@ -50,11 +50,12 @@ def run_pipeline(
     concat = FuseByConcat(plan.buckets, plan.digest())
     if not runner.run(concat if mode == "concat" else FuseByCoalescing(plan.buckets)):
         raise CannotLaunchError("TORCHINDUCTOR_DISABLED_PASSES switches off the pass that fuses")
-    placement = plan_placement(graph, groups)  # Needs the final launches.
-    is_placed = runner.run(PlaceReductions(placement))  # Moves nodes, adds none.
+    launches = groups.launches_in(graph)  # Those of the plan's buckets, in their order.
+    is_placed = runner.run(PlaceReductions(groups))  # Moves nodes, adds none.
+    placements = placements_of(graph, launches) if is_placed else ()
     runner.run(PinOrder(groups))  # Last: it pins the order that it finds.
     log.info("plan %s:\n%s", plan.digest(), plan.describe())
-    return replace(plan, placements=placement.placements) if is_placed else plan
+    return replace(plan, placements=placements)
 
 
 class _Runner:
@@ -78,7 +79,7 @@ class _Runner:
         Raises:
             BrokenInvariantError: the pass broke an invariant, or returned a wrong changed flag.
         """
-        name, before = graph_pass.name, _structure(self._graph)
+        name, before = type(graph_pass).__name__, _structure(self._graph)
         changed: bool | None = run_observed(self._module, name, graph_pass)
         if changed is None:
             log.info("%s is switched off by TORCHINDUCTOR_DISABLED_PASSES", name)

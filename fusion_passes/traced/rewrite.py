@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, fx
 
-from fusion_passes.graph.collectives import is_launch, issue_order
+from fusion_passes.graph.collectives import issue_order
 from fusion_passes.graph.edits import erase, record, replace_uses
 from fusion_passes.graph.families import CAST
 from fusion_passes.traced.buckets import TracedBucket
 from fusion_passes.traced.dependencies import reorder
 from fusion_passes.traced.find import GradientReduction
 
-
-@dataclass(frozen=True)
-class Replacement:
-    """The tensor code that takes the place of a bucket's reductions.
-
-    Attributes:
-        inputs: one node per member: its gradient, or a node that the gradient is a view or cast of.
-        function: tensor code that takes the inputs' values and returns the reduced gradients.
-    """
-
-    inputs: tuple[fx.Node, ...]
-    function: Callable[[list[Tensor]], list[Tensor]]
+Replacement: TypeAlias = tuple[Sequence[fx.Node], Callable[[list[Tensor]], list[Tensor]]]
+"""What takes the place of a bucket's reductions: a node for each member (its gradient, or a node
+that the gradient is a view or cast of), and tensor code that takes the values of these nodes and
+returns the reduced gradients."""
 
 
 def replace_buckets(
@@ -43,8 +35,8 @@ def replace_buckets(
     """
     replacements: dict[fx.Node, fx.Node] = {}
     for index, bucket in enumerate(buckets):
-        replacement = replacement_for(index, bucket)
-        results = record(bucket.ready.start, replacement.function, replacement.inputs)
+        inputs, function = replacement_for(index, bucket)
+        results = record(bucket.ready.start, function, inputs)
         replacements |= zip((member.wait for member in bucket.members), results, strict=True)
     replace_uses(replacements)
     for bucket in buckets:
@@ -52,7 +44,7 @@ def replace_buckets(
             _erase_reduction(member)
     if buckets:
         keys = {node: (index,) for index, node in enumerate(graph.nodes)}
-        reorder(graph, keys, issue_order(filter(is_launch, graph.nodes)))
+        reorder(graph, keys, issue_order(graph.nodes))
     return bool(buckets)
 
 

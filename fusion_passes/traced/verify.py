@@ -51,24 +51,18 @@ class GraphFacts:
         op and in the dtype of the plan, and nothing else changes."""
         reduced = Counter(self.reduced)
         for bucket in buckets:
-            group, dtype = bucket.key.group_name, bucket.reduce_dtype.to_real()
+            group = bucket.key.group_name
             for member in bucket.members:
-                value = member.start.meta["val"]
-                count = value.numel() * (2 if value.is_complex() else 1)
-                reduced[group, "sum", value.dtype.to_real()] -= count
-                reduced[group, bucket.scaling.reduce_op, dtype] += count
+                count = member.start.meta["val"].numel()
+                reduced[group, "sum", bucket.key.dtype] -= count
+                reduced[group, bucket.scaling.reduce_op, bucket.reduce_dtype] += count
         return replace(self, reduced=+reduced)
 
 
 class GraphPass(ABC):
     """A pass over a graph: a frozen dataclass whose fields are its options, all of them plain
-    values."""
-
-    @property
-    def name(self) -> str:
-        """The name by which ``TORCHINDUCTOR_DISABLED_PASSES`` switches the pass off, and under
-        which it is timed and traced."""
-        return type(self).__name__
+    values. By the name of its class, ``TORCHINDUCTOR_DISABLED_PASSES`` switches the pass off, and
+    the pass is timed and traced."""
 
     @abstractmethod
     def __call__(self, graph: fx.Graph) -> bool:
@@ -101,8 +95,7 @@ def graph_facts(graph: fx.Graph, groups: DdpGroups) -> GraphFacts:
         if not _is_waited_for(node):
             unwaited.add(node.name)
         for value in _tensors(node.meta["val"]):
-            key = (owner.group_name, str(_reduce_op(node)), value.dtype.to_real())
-            reduced[key] += value.numel() * (2 if value.is_complex() else 1)
+            reduced[owner.group_name, str(_reduce_op(node)), value.dtype] += value.numel()
     return GraphFacts(
         outputs,
         reduced,

@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 
 import fusion_passes
 from fusion_passes import FusionConfig
-from fusion_passes.reporting.backward_counts import backward_counts
+from fusion_passes.reporting.modules import backward_counts
 from testing.scenarios.entries import Scenario
 from testing.scenarios.outcomes import Failure, RankReport
 from testing.scenarios.run import DTYPES, Run, Tensors
@@ -115,7 +115,11 @@ def differences(fused: Run, eager: Run, tolerance_eps: float) -> list[str]:
     if len(fused.backwards) != len(eager.backwards):
         return [f"{len(fused.backwards)} backwards instead of {len(eager.backwards)}"]
     stages = [
-        (f"backward {index}, gradient", ours, theirs)
+        (
+            f"backward {index}, gradient",
+            {name: value for name, value in ours.items() if (index, name) not in fused.unknown},
+            {name: value for name, value in theirs.items() if (index, name) not in fused.unknown},
+        )
         for index, (ours, theirs) in enumerate(zip(fused.backwards, eager.backwards, strict=True))
     ]
     stages.append(("in the end,", fused.end, eager.end))

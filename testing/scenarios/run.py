@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes  # noqa: F401  Torch has the flag then.
+from fusion_passes.sharded.modules import sharded
 from testing import models
 from testing.models import Batch
 
@@ -52,6 +53,8 @@ class Run:
         end: further tensors to compare, by name.
         others: further values to compare that are not tensors, by name.
         launches: launches of each backward.
+        unknown: with ``shard_optimizer``, gradients of other ranks' parameters that eager DDP would
+            not have so: (number of the backward, name of the parameter).
     """
 
     def __init__(self, is_fused: bool, dtype: torch.dtype, device: torch.device) -> None:
@@ -62,6 +65,7 @@ class Run:
         self.end: Tensors = {}
         self.others: dict[str, Any] = {}
         self.launches: list[Launches] = []
+        self.unknown: set[tuple[int, str]] = set()
         self._groups: dict[int, Any] = {}
         self._launched = 0
         self._parameters: weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = (
@@ -119,9 +123,36 @@ class Run:
 
     def note_backward(self, model: nn.Module, *, synced: bool = True) -> None:
         """Record the gradients of all parameters; ``synced``: whether they were to be averaged."""
-        gradients = {name: parameter.grad for name, parameter in self._parameters_of(model).items()}
+        number, parameters = self._count_launches(), self._parameters_of(model)
+        gradients = {name: parameter.grad for name, parameter in parameters.items()}
+        if self.is_fused and sharded():
+            number = number if synced else 0  # Parameters are sent too.
+            self._add_of_owners(gradients, parameters, synced=synced)
+            self._count_launches()
         self.backwards.append(_detached(gradients))
-        self.launches.append(Launches(self._count_launches(), synced))
+        self.launches.append(Launches(number, synced))
+
+    def _add_of_owners(
+        self, gradients: Any, parameters: Mapping[str, nn.Parameter], *, synced: bool
+    ) -> None:
+        """With ``shard_optimizer``, add the averages that other ranks have."""
+        owned = {
+            id(reducer.parameters.all[n]): (reducer, n, n in communication.elsewhere)
+            for reducer, communication in sharded()
+            for n in reducer.parameters.numbers
+        }
+        for name, parameter in parameters.items():
+            if id(parameter) not in owned:
+                continue
+            reducer, number, is_elsewhere = owned[id(parameter)]
+            averages = [gradients[name]]
+            if synced:
+                root = reducer.parameters.kinds[number].owner
+                dist.broadcast_object_list(averages, group=reducer.module.group, group_src=root)
+            if is_elsewhere and synced and gradients[name] is None:
+                gradients[name] = averages[0]
+            elif is_elsewhere:
+                self.unknown.add((len(self.backwards), plain_name(name)))
 
     def _count_launches(self) -> int:
         """Count collectives since the last call; none is missed, because each backend numbers

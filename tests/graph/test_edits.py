@@ -6,10 +6,10 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fusion_passes.graph.edits import erase, pin, record, replace_uses
 from fusion_passes.graph.text import graph_text
-from fusion_passes.torch_private import FakeTensor
 from tests.support.graphs import assert_same_numbers, execute, tensor, trace
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, fx
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from fusion_passes.graph.custom_ops import AS_COMPLEX
 from fusion_passes.graph.families import (
     CAST,
     CASTS,
@@ -124,7 +123,6 @@ CALLS: Final[dict[object, tuple[Any, ...]]] = {
     _aten.permute.default: (ONE, [2, 1, 0]),
     _aten.view_as_real.default: (COMPLEX,),
     _aten.view_as_complex.default: (ONE.view(3, 2, 2),),
-    AS_COMPLEX: (ONE.view(3, 2, 2),),
     _aten.as_strided.default: (ONE, [2, 3], [3, 1], 2),
     _aten.clone.default: (ONE,),
     COPY: (torch.empty_strided((3, 1, 4), (1, 3, 3)), ONE),

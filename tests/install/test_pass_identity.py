@@ -85,14 +85,19 @@ def test_instances_and_modes_share_graphs() -> None:
     assert _identity(FIRST + SECOND) == _identity(SECOND + FIRST)
 
 
-def _identity_of_traced(*, is_transposed: bool = False, **options: Any) -> str:
+def _identity_of_traced(
+    flag: FusionConfig = FusionConfig(),  # noqa: B008
+    *,
+    is_transposed: bool = False,
+    **options: Any,
+) -> str:
     """The identity of a traced backward of a module that has had its first backward.
 
     Args:
+        flag: value of ``ddp_fusion``.
         is_transposed: whether its weights were transposed when DDP was constructed.
         options: options of DDP.
     """
-    flag = FusionConfig()
     forget()  # Otherwise the identity would contain earlier modules.
     with one_rank(), inductor_config.patch(ddp_fusion=flag):
         model = two_layers()
@@ -124,6 +129,8 @@ def test_layouts_are_in_that_of_a_traced_backward() -> None:
     assert _identity_of_traced() == _identity_of_traced()
     assert _identity_of_traced() != _identity_of_traced(bucket_cap_mb=1e-5)
     assert _identity_of_traced() != _identity_of_traced(is_transposed=True)
+    for flag in (FusionConfig(reduce_dtype="bf16"), FusionConfig(scaling="bucket")):
+        assert _identity_of_traced() != _identity_of_traced(flag)
 
 
 # The code

@@ -7,6 +7,7 @@ them, and with traced backwards.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -79,6 +80,17 @@ def _can_be_traced(scenario: Scenario) -> bool:
     return "backward_graph" not in dict(scenario.options) and name not in OTHERWISE_TRACED
 
 
+NOT_SHARDED: Final[dict[str, str]] = {}
+"""Features that ``shard_optimizer`` refuses, and why."""
+
+
+def _can_be_sharded(scenario: Scenario) -> bool:
+    given = dict(scenario.options)
+    return not {"backward_graph", "scaling", "memory"} & given.keys() and not any(
+        scenario.feature.startswith(prefix) for prefix in NOT_SHARDED
+    )
+
+
 def _parts(tested: str) -> tuple[str, str]:
     mode, _, dtype = tested.partition("/")
     return mode, dtype
@@ -141,6 +153,21 @@ def test_trains_as_eager_ddp_where_backwards_are_traced(
     reports = run_on_ranks(scenario.ranks, train, scenario=scenario, **how)
     outcome = judge(scenario, reports)
     assert outcome.kind == scenario.becomes, outcome.words
+
+
+@pytest.mark.parametrize("scenario", cases(_can_be_sharded))
+def test_trains_as_eager_ddp_with_a_sharded_optimizer(
+    run_on_ranks: RUN, scenario: Scenario
+) -> None:
+    scenario = dataclasses.replace(
+        scenario, options=(*scenario.options, ("shard_optimizer", True)), warns=scenario.warns
+    )
+    how = {"mode": "concat", "dtype": scenario.dtypes[0]}
+    reports = run_on_ranks(scenario.ranks, train, scenario=scenario, **how)
+    outcome = judge(scenario, reports)
+    assert outcome.kind == scenario.becomes, outcome.words
+    for report in reports:
+        assert report.unwaited == 0 or scenario.leaves_unwaited
 
 
 def _assert_warned(report: RankReport, warns: tuple[str, ...]) -> None:

@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 import fusion_passes
 from fusion_passes.config import ReduceMode
 from fusion_passes.reporting import recording
-from fusion_passes.reporting.backward_counts import backward_counts
+from fusion_passes.reporting.modules import backward_counts
 from fusion_passes.reporting.timeline import RankSteps
 from testing.fake_world import fake_world, two_layers
 

@@ -22,6 +22,7 @@ from unittest import mock
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_passes.config import FusionConfig
@@ -31,7 +32,6 @@ from fusion_passes.reducer.scaling import REDUCE_DTYPE_OF
 from fusion_passes.stored.lowering import register_store_lowerings
 from fusion_passes.stored.pieces import StoredInput
 from fusion_passes.stored.store import StoreGradients
-from fusion_passes.torch_private import FakeTensorMode
 from fusion_passes.traced.pack import register_lowerings
 from testing.fake_world import fake_world
 from tests.support.codegen import read_kernels

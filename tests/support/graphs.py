@@ -20,13 +20,15 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusion_passes.config import ReduceMode
+from fusion_passes.config import ReduceMode, ScalingOption
 from fusion_passes.graph.collectives import (
     ALL_REDUCE,
     ALL_REDUCE_COALESCED,
@@ -38,7 +40,7 @@ from fusion_passes.graph.collectives import (
 )
 from fusion_passes.graph.text import graph_text
 from fusion_passes.layout.layout import ParameterNumber, Piece
-from fusion_passes.torch_private import FakeTensorMode
+from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.traced.buckets import BucketPlan, BucketsOf, ModuleBuckets, plan_buckets
 from fusion_passes.traced.coalesced import FuseByCoalescing
 from fusion_passes.traced.concat import FuseByConcat
@@ -52,7 +54,6 @@ from fusion_passes.traced.owners import DdpGroups, Owner, OwnerOf
 from fusion_passes.traced.pin import PinOrder
 from fusion_passes.traced.pipeline import run_pipeline
 from fusion_passes.traced.place import PlaceReductions
-from fusion_passes.traced.placement import plan_placement
 from fusion_passes.traced.verify import GraphFacts, graph_facts, verify
 from testing.fake_world import fake_world
 
@@ -152,14 +153,11 @@ def owner_of(group_name: str) -> Owner | None:
     process_group = PROCESS_GROUP_OF.get(module)
     if process_group is None:
         return None
-    backend = BACKEND_OF[process_group]
     return Owner(
         module,
         process_group,
         module.upper(),
         parameter or "?",
-        backend,
-        AVERAGED_OVER,
         number_of(parameter) if parameter else ParameterNumber(-1),
     )
 
@@ -191,7 +189,7 @@ def buckets_of(
 ) -> BucketsOf:
     """Layouts for the modules of a graph, as if the graph was that of the first averaged backward.
     ``cap`` bytes close a bucket of gradients of one kind; ``options`` are those of
-    :class:`fusion_passes.traced.buckets.ModuleBuckets`."""
+    :func:`buckets_with`."""
     found = find_gradient_reductions(graph, DdpGroups.of(graph, owners))
     open_: dict[ReductionKey, list[GradientReduction]] = {}
     full: dict[str, list[Piece]] = {}
@@ -204,7 +202,20 @@ def buckets_of(
             full[module].append(_numbers(open_.pop(reduction.key)))
     for key, bucket in open_.items():
         full[key.group_name].append(_numbers(bucket))
-    return lambda module: ModuleBuckets(tuple(full.get(module, ())), **options)
+    return lambda module: buckets_with(full.get(module, ()), module, **options)
+
+
+def buckets_with(
+    numbers: Sequence[Piece],
+    module: str = "ddp0",
+    reduce_dtype: torch.dtype | None = None,
+    scaling: ScalingOption = "auto",
+) -> ModuleBuckets:
+    """Buckets with these parameters, of a module that reduces with these options."""
+    group: Any = SimpleNamespace(size=lambda: AVERAGED_OVER)
+    backend = BACKEND_OF[PROCESS_GROUP_OF[module]]
+    communication = AllReduce(group, backend, dtype=reduce_dtype, scaling_option=scaling)
+    return ModuleBuckets(tuple(numbers), communication)
 
 
 def _numbers(reductions: Sequence[GradientReduction]) -> Piece:
@@ -227,7 +238,7 @@ def coalesced(cap: int = 1 << 40, **options: Any) -> RewriteFor:
 
 
 def place() -> RewriteFor:
-    return lambda graph: PlaceReductions(plan_placement(graph, groups_of(graph)))
+    return lambda graph: PlaceReductions(groups_of(graph))
 
 
 def pin() -> RewriteFor:

@@ -132,6 +132,15 @@ class _WithTable(nn.Module):
         return out
 
 
+class _Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.turns).real
+
+
 @pytest.mark.parametrize(
     ("run", "because"),
     [
@@ -153,6 +162,7 @@ class _WithTable(nn.Module):
             "several DistributedDataParallel modules in it share a process group",
         ),
         (lambda: train(DistributedDataParallel(_WithTable())), "it has sparse gradients"),
+        (lambda: train(DistributedDataParallel(_Turned())), "it has complex gradients"),
     ],
 )
 def test_what_a_graph_could_not_launch_alike_is_left_to_reducers(

@@ -11,7 +11,7 @@ import torch
 from fusion_passes.config import ScalingOption
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.scaling import averages
-from fusion_passes.traced.bucket_scaling import BucketScaling
+from fusion_passes.traced.buckets import BucketScaling
 from tests.support import graphs
 from tests.support.graphs import plan_of, reduce, tensor, trace
 
@@ -125,7 +125,6 @@ def test_nothing_else_depends_on_the_number_of_ranks(ranks: int) -> None:
         (NCCL, {"dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}, "store"),
         (NCCL, {"reduce_dtype": torch.bfloat16}, "result"),
         (NCCL, {}, "collective"),
-        (NCCL, {"dtype": torch.complex64}, "collective"),
         (GLOO, {"dtype": torch.bfloat16}, "collective"),
     ],
 )

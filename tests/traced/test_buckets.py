@@ -7,8 +7,18 @@ import torch
 from expecttest import assert_expected_inline
 
 from fusion_passes.graph.collectives import all_reduce
-from fusion_passes.traced.buckets import BucketPlan, CannotLaunchError, ModuleBuckets, plan_buckets
-from tests.support.graphs import Backward, TensorSpec, cast, find, piece, reduce, tensor, trace
+from fusion_passes.traced.buckets import BucketPlan, CannotLaunchError, plan_buckets
+from tests.support.graphs import (
+    Backward,
+    TensorSpec,
+    buckets_with,
+    cast,
+    find,
+    piece,
+    reduce,
+    tensor,
+    trace,
+)
 
 
 def _plan(function: Backward, *inputs: TensorSpec, **layouts: list[list[int]]) -> BucketPlan:
@@ -18,7 +28,7 @@ def _plan(function: Backward, *inputs: TensorSpec, **layouts: list[list[int]]) -
     return plan_buckets(
         graph,
         find(graph),
-        lambda module: ModuleBuckets(tuple(piece(*numbers) for numbers in layouts[module])),
+        lambda module: buckets_with([piece(*numbers) for numbers in layouts[module]], module),
     )
 
 
@@ -69,7 +79,7 @@ def test_each_module_has_its_layout() -> None:
 
 def test_gradients_are_sent_in_the_dtype_that_is_asked_for() -> None:
     graph = trace(_three, [tensor(4)]).graph
-    of = ModuleBuckets((piece(0, 1, 2),), torch.bfloat16)
+    of = buckets_with([piece(0, 1, 2)], reduce_dtype=torch.bfloat16)
     (bucket,) = plan_buckets(graph, find(graph), lambda _: of).buckets
     assert (bucket.num_bytes, bucket.sent_bytes) == (48, 24)
 
@@ -116,7 +126,7 @@ def _overwritten(x, grad):
         (_of_two_kinds, ONE, [[0, 1]], "bucket of DDP0 differ in dtype, device or divisor"),
         (_from_an_average, ONE, [[0, 1]], "depends on another gradient that is already averaged"),
         (_beside_a_collective, ONE, [[0, 1]], "a collective of its own on the same process group"),
-        (_read_before_its_wait, ONE, [[0, 1]], "of b cannot be fused: .* op is max, not sum"),
+        (_read_before_its_wait, ONE, [[0, 1]], "of b cannot be fused: .* reduce op is max"),
         (_overwritten, ONE * 2, [[0, 1]], "the gradient of a before the launch of its bucket"),
         (_some, [tensor(0)], [[0, 1]], "all gradients in a bucket of DDP0 are empty"),
     ],

@@ -20,13 +20,13 @@ from torch import Tensor
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import run_and_get_code
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_passes.graph.collectives import all_reduce
 from fusion_passes.graph.custom_ops import PACK, WIDEN
 from fusion_passes.layout.layout import in_round_order
 from fusion_passes.reporting.graphs import compile_log
-from fusion_passes.torch_private import FakeTensorMode
 from fusion_passes.traced.pack import register_lowerings
 
 RUN = Callable[..., list[Any]]

@@ -20,19 +20,17 @@ from fusion_passes.config import ReduceMode
 from fusion_passes.graph.collectives import ALL_REDUCE, WAIT, all_reduce, is_launch, is_pinned
 from fusion_passes.graph.text import graph_text
 from fusion_passes.traced import pipeline as pipeline_module
-from fusion_passes.traced.buckets import BucketPlan, CannotLaunchError, ModuleBuckets
+from fusion_passes.traced.buckets import BucketPlan, CannotLaunchError
 from fusion_passes.traced.pipeline import run_pipeline
 from fusion_passes.traced.place import PlaceReductions
-from fusion_passes.traced.placement import PlacementPlan, plan_placement
 from fusion_passes.traced.verify import BrokenInvariantError, GraphPass
 from tests.support.artifacts import traced_artifacts
 from tests.support.graphs import (
     Backward,
     assert_same_numbers,
     buckets_of,
+    buckets_with,
     check,
-    coalesced,
-    concat,
     execute,
     groups_of,
     owner_of,
@@ -118,7 +116,7 @@ def test_without_a_pass_that_fuses_a_graph_cannot_be_run(disabled: str) -> None:
 
     def run() -> BucketPlan:
         graph = trace(backward, [tensor(4)]).graph
-        return run_pipeline(graph, "concat", owner_of, lambda _: ModuleBuckets((piece(0),)))
+        return run_pipeline(graph, "concat", owner_of, lambda _: buckets_with([piece(0)]))
 
     assert run().buckets
     with inductor_config.patch(disabled_passes=disabled), pytest.raises(CannotLaunchError):
@@ -170,7 +168,7 @@ class _Calls(GraphPass):
 
 
 def _place_silently(graph: fx.Graph) -> bool:
-    return PlaceReductions(plan_placement(graph, groups_of(graph)))(graph) and False
+    return PlaceReductions(groups_of(graph))(graph) and False
 
 
 def _send_elsewhere(graph: fx.Graph) -> bool:
@@ -257,26 +255,3 @@ def test_any_graph_gives_the_same_numbers(mode, steps, cap) -> None:
     if not plan.buckets:
         assert graph_text(module.graph) == before
         assert not any(is_pinned(node) for node in module.graph.nodes)
-
-
-@pytest.mark.parametrize("fuse", [concat, coalesced])
-@settings(max_examples=20, derandomize=True, deadline=None, database=None)
-@given(steps=_STEPS, cap=st.sampled_from([1, 40, 1000]))
-def test_placing_changes_nothing_that_the_placement_says(fuse, steps, cap) -> None:
-    """The report uses the plan that was made before nodes moved: a plan of the resulting graph
-    would be the same."""
-    graph = trace(_backward_of(steps), _INPUTS).graph
-    try:
-        fuse(cap)(graph)(graph)
-    except CannotLaunchError:
-        return
-    plan = plan_placement(graph, groups_of(graph))
-    PlaceReductions(plan)(graph)
-    assert _said(plan_placement(graph, groups_of(graph))) == _said(plan)
-
-
-def _said(plan: PlacementPlan) -> dict[str, tuple[object, ...]]:
-    return {
-        item.launch.name: (item.why_waited(), item.overlapped, item.following)
-        for item in plan.placements
-    }

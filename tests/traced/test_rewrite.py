@@ -32,17 +32,9 @@ def _launches(text: str) -> int:
     return sum(" = all_reduce" in line for line in text.splitlines())
 
 
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.complex64,
-    torch.complex128,
-]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str
+)
 def test_all_dtypes(fuse: RewriteFor, dtype: torch.dtype) -> None:
     def backward(x, y, z):
         return reduce(torch.neg(x), "a"), reduce(torch.neg(y), "b"), reduce(torch.neg(z), "c")
@@ -51,16 +43,15 @@ def test_all_dtypes(fuse: RewriteFor, dtype: torch.dtype) -> None:
     assert _launches(check(backward, inputs, fuse)) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
-def test_gradients_in_any_layout(fuse: RewriteFor, dtype: torch.dtype) -> None:
+def test_gradients_in_any_layout(fuse: RewriteFor) -> None:
     def backward(x, y, z):
         expanded = torch.ops.aten.expand.default(z, [2, 3])
         return reduce(torch.neg(x), "a"), reduce(y, "b"), reduce(expanded, "c")
 
     inputs = [
-        tensor(2, 3, 2, 2, stride=(12, 1, 6, 3), dtype=dtype),
-        tensor(3, 2, stride=(1, 3), dtype=dtype),
-        tensor(3, dtype=dtype),
+        tensor(2, 3, 2, 2, stride=(12, 1, 6, 3)),
+        tensor(3, 2, stride=(1, 3)),
+        tensor(3),
     ]
     assert _launches(check(backward, inputs, fuse)) == 1
 
@@ -68,11 +59,6 @@ def test_gradients_in_any_layout(fuse: RewriteFor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("backward", "spec"),
     [
-        pytest.param(
-            lambda x, y: (reduce(torch.ops.aten._conj.default(x), "a"), reduce(y, "b")),
-            tensor(4, dtype=torch.complex64),
-            id="a conjugate view",
-        ),
         pytest.param(
             lambda x, y: (reduce(torch.neg(x), "a"), reduce_into(y, x, "b"), reduce(x.abs(), "c")),
             tensor(4),

@@ -115,19 +115,6 @@ def test_facts_are_those_of_the_traced_graph_after_every_pass(fuse) -> None:
     assert graph_facts(graph, groups_of(graph)) == facts
 
 
-def test_a_complex_reduction_counts_as_its_parts() -> None:
-    dtype = torch.complex64
-
-    def backward(x, y):
-        return reduce(x, "a"), reduce(y, "b")
-
-    module = trace(backward, [tensor(2, dtype=dtype), tensor(3, dtype=dtype)])
-    facts = graph_facts(module.graph, groups_of(module.graph))
-    assert facts.reduced == {("ddp0", "sum", torch.float32): 10}
-    concat(scaling="bucket")(module.graph)(module.graph)
-    assert graph_facts(module.graph, groups_of(module.graph)) == facts
-
-
 def test_a_foreign_collective_may_not_change_places_with_one_of_its_group() -> None:
     def backward(x):
         return all_reduce(torch.neg(x), "sum", "other"), all_reduce(x, "max", "other")

@@ -41,6 +41,7 @@ class Method:
         start_cpu_s: CPU seconds of a cold start, of all ranks together, then of each warm start.
         plans: its buckets and the reason for them, by rate; empty if it compares none.
         peak_bytes: peak memory of a step beyond parameters, including the buckets of DDP's reducer.
+        state_bytes: bytes of the optimizer's state, on the rank that has most of it.
         error: largest difference of its gradients from eager DDP's, divided by the largest element.
         wrong: why it failed, or what is wrong with its gradients.
     """
@@ -56,6 +57,7 @@ class Method:
     start_cpu_s: list[float] = field(default_factory=list)
     plans: dict[str, str] = field(default_factory=dict)
     peak_bytes: int | None = None
+    state_bytes: int | None = None
     error: float | None = None
     wrong: str = ""
 
@@ -115,6 +117,8 @@ class Method:
             self.judge(self.ask("check", reference, writes), tolerance)
         peaks = self.ask("peak")
         self.peak_bytes = max(peaks) if peaks else None
+        states = self.ask("state")
+        self.state_bytes = max(states) if states else None
 
     def judge(self, answers: Sequence[Checked] | None, tolerance: float) -> None:
         """Record errors of its gradients."""
@@ -272,6 +276,7 @@ class Comparison:
             "cold start, CPU over no DDP": _ratio(_median(starts[:1]), _median(base_starts[:1])),
             "warm start, CPU over no DDP": _ratio(_median(starts[1:]), _median(base_starts[1:])),
             "peak over no DDP": _ratio(method.peak_bytes, plain.peak_bytes),
+            "optimizer state over no DDP": _ratio(method.state_bytes, plain.state_bytes),
             "first step, ms": first and 1000 * first,
             "first over eager DDP's": _median(
                 ratios(method.first_s.get(rate, ()), reference.first_s.get(rate, ()))

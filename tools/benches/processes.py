@@ -45,6 +45,7 @@ class Place:
         variables: environment variables for the network and for torch.
         backend: backend of the process group.
         forwards: number of forwards before the backward of a step.
+        optimizer: name of the optimizer that steps after each backward; empty: none does.
         shares_kernels: whether all methods share a compiler cache. The cache then keeps no compiled
             graphs, and no start of a method is a cold one.
         worker: module that the ranks run.
@@ -61,6 +62,7 @@ class Place:
     variables: Mapping[str, str] = field(default_factory=dict)
     backend: str = "gloo"
     forwards: int = 1
+    optimizer: str = ""
     shares_kernels: bool = False
     worker: str = "benches.rank"
     logs: Path | None = None

@@ -88,7 +88,9 @@ class Rank:
         self._barrier()
         begin, cpu = time.perf_counter(), time.process_time()
         mine = self._assignment
-        self._training = prepare(WAYS[mine.way], self._model, self._batches, mine.cap_mb)
+        self._training = prepare(
+            WAYS[mine.way], self._model, self._batches, mine.cap_mb, mine.place.optimizer
+        )
         self._run = self._training.run
         self._wrapped_s = time.perf_counter() - begin
         self._wrapped_cpu_s = time.process_time() - cpu
@@ -169,7 +171,12 @@ class Rank:
         DDP writes."""
         self._run()
         self._synchronize()
-        checked = compare_with(f"{reference}-{self._assignment.rank}", self._model, write=write)
+        checked = compare_with(
+            f"{reference}-{self._assignment.rank}",
+            self._model,
+            write=write,
+            are_some=WAYS[self._assignment.way].is_sharded,
+        )
         self._give_back()
         return checked
 
@@ -198,6 +205,10 @@ class Rank:
         changes.sort(key=lambda change: change[0])
         sizes: list[int] = [size for _, size in changes]
         return max(itertools.accumulate(sizes, initial=0))
+
+    def state(self) -> int:
+        """Bytes of the optimizer's state."""
+        return self._training.state_bytes()
 
     def planned(self) -> str:
         """The buckets of the method in words, and the reason for them."""

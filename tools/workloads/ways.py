@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
 
@@ -11,6 +11,7 @@ import torch
 import torch._dynamo
 import torch._inductor.config as inductor_config
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from workloads.models import Batch, Subject
@@ -29,6 +30,8 @@ class Way:
         reducer: DDP's reducer: ``"c++"``, ``"python"``, or ``"none"`` without DDP.
         fusion: value of ``ddp_fusion``; only for this package.
         memory: memory of buckets, as in ``FusionConfig``; only for this package.
+        is_sharded: whether optimizer states are divided by the ranks: with eager DDP, by torch's
+            ``ZeroRedundancyOptimizer``.
         is_traced: whether compiled autograd traces its backward, outside of a compiled step.
         passes: torch's own fusion passes.
         bucketing: whether torch's ``bucket_all_reduces_fx`` is on.
@@ -41,6 +44,7 @@ class Way:
     reducer: Literal["c++", "python", "none"]
     fusion: str = ""
     memory: Literal["plain", "registered"] = "plain"
+    is_sharded: bool = False
     is_traced: bool = False
     passes: str = ""
     bucketing: bool = False
@@ -76,6 +80,12 @@ ONE_GRAPH: Final = "DDP, one graph"
 """DDP's own reducer after a compiled forward that DDPOptimizer does not split: it differs from
 other ways only in how gradients are reduced."""
 AUTO: Final = "auto"
+ZERO: Final = "ZeroRedundancyOptimizer"
+"""Eager DDP, whose optimizer torch divides by the ranks; only with an optimizer."""
+
+OPTIMIZERS: Final = ("sgd", "adamw", "muon")
+"""Optimizers that can step behind a backward. ``"muon"`` is for matrices that are no embeddings;
+AdamW steps the others."""
 
 WAYS: Final = {
     PLAIN: Way("outside", "none"),
@@ -91,6 +101,8 @@ WAYS: Final = {
     "concat": Way("outside", "none", fusion="concat", caps=True),
     "coalesced": Way("outside", "none", fusion="coalesced", caps=True),
     "concat, traced": Way("outside", "none", fusion="concat", is_traced=True),
+    "concat, sharded": Way("outside", "none", fusion="concat", is_sharded=True),
+    ZERO: Way("eager", "c++", is_sharded=True),
     "concat, registered": Way("outside", "none", fusion="concat", memory="registered"),
     AUTO: Way("outside", "none", fusion="auto"),
 }
@@ -109,6 +121,7 @@ class Training:
         batches: batches of this rank.
         kept_bytes: memory that DDP keeps between steps besides parameters and gradients.
         ddp: the model in DDP; ``None`` without it.
+        optimizers: they step behind the backward.
     """
 
     model: nn.Module
@@ -116,14 +129,27 @@ class Training:
     batches: tuple[Batch, ...]
     kept_bytes: int = 0
     ddp: DistributedDataParallel | None = None
+    optimizers: Sequence[torch.optim.Optimizer] = ()
 
     def run(self) -> None:
         self.model.zero_grad(set_to_none=True)
         self.step(*self.batches)
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def state_bytes(self) -> int:
+        """Bytes of the optimizers' states on this rank."""
+        optimizers = (getattr(optimizer, "optim", optimizer) for optimizer in self.optimizers)
+        states = [state for optimizer in optimizers for state in optimizer.state.values()]
+        return sum(t.nbytes for state in states for t in state.values() if torch.is_tensor(t))
 
 
 def prepare(
-    way: Way, model: nn.Module, batches: tuple[Batch, ...], cap_mb: float | None
+    way: Way,
+    model: nn.Module,
+    batches: tuple[Batch, ...],
+    cap_mb: float | None,
+    optimizer: str = "",
 ) -> Training:
     """Make a training; the default process group must exist, except without DDP.
 
@@ -132,6 +158,7 @@ def prepare(
         model: model from :func:`built`.
         batches: batches of a step, each for a forward; there is one backward, of their sum.
         cap_mb: size of a bucket in MiB; ``None``: the way's default.
+        optimizer: one of :data:`OPTIMIZERS`; empty: none.
     """
     configure(way)
     ddp = None
@@ -142,7 +169,29 @@ def prepare(
     configure_after_ddp(way, cap_mb)
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     kept_bytes = trained if way.reducer == "c++" else 0
-    return Training(model, _step(way.style, ddp or model), batches, kept_bytes, ddp)
+    optimizers = _optimizers(optimizer, model, is_zero=way.is_sharded and not way.is_ours)
+    return Training(model, _step(way.style, ddp or model), batches, kept_bytes, ddp, optimizers)
+
+
+def _optimizers(name: str, model: nn.Module, *, is_zero: bool) -> list[torch.optim.Optimizer]:
+    if not name:
+        return []
+    kinds: dict[str, Any] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    parts = [(kinds.get(name, torch.optim.AdamW), trained)]
+    if name == "muon":
+        embeddings = {
+            id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Embedding)
+        }
+        matrices = [p for p in trained if p.ndim == 2 and id(p) not in embeddings]
+        ids = set(map(id, matrices))
+        others = [p for p in trained if id(p) not in ids]
+        parts = [(torch.optim.Muon, matrices), (torch.optim.AdamW, others)]
+    if is_zero:
+        return [
+            ZeroRedundancyOptimizer(part, optimizer_class=kind, lr=1e-5) for kind, part in parts
+        ]
+    return [kind(part, lr=1e-5) for kind, part in parts if part]
 
 
 def built(subject: Subject, device: torch.device) -> nn.Module:
@@ -159,6 +208,7 @@ def configure(way: Way) -> None:
 
         options: dict[str, Any] = {"backward_graph": "compiled_autograd"} if way.is_traced else {}
         mode = cast("Any", way.fusion)
+        options |= {"shard_optimizer": True} if way.is_sharded else {}
         flag = fusion_passes.FusionConfig(mode=mode, memory=way.memory, **options)
         inductor_config.ddp_fusion = flag
     elif way.reducer == "python":

@@ -1,0 +1,127 @@
+"""The modules whose optimizers are divided by the ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from types import FrameType
+from typing import Any, Final, NoReturn
+
+from fusion_passes.reducer.backward import reducers
+from fusion_passes.reducer.communication import AllReduce
+from fusion_passes.reducer.parameters import Parameters
+from fusion_passes.reducer.reducer import Reducer
+from fusion_passes.sharded.owners import with_owners
+from fusion_passes.sharded.reduction import ReduceToOwners
+from fusion_passes.warnings import named, warn_once
+
+_UNHELD_STEPS: Final = 2
+"""Number of averaged backwards before a warning of parameters that no optimizer steps."""
+
+
+def shard(
+    ddp: Any, label: str, parameters: Parameters, communication: AllReduce
+) -> tuple[Parameters, AllReduce]:
+    """Give the parameters of a new module owners, and have its gradients sent to these. A module on
+    one rank stays as it is.
+
+    Raises:
+        ValueError: the module has what is not implemented beside owners.
+    """
+    del ddp
+    sparse = [parameters.names[n] for n, kind in parameters.kinds.items() if kind.is_sparse]
+    if sparse:
+        raise ValueError(
+            f"FusionConfig.shard_optimizer = True of {label} needs gradients that are not sparse, "
+            f"but {', '.join(sparse)} is of an embedding with sparse=True. Construct it with "
+            "sparse=False, or set shard_optimizer = False."
+        )
+    if communication.group.size() == 1:
+        return parameters, communication
+    kinds = with_owners(parameters.kinds, communication.group.size())
+    parameters = replace(parameters, kinds=kinds)
+    return parameters, ReduceToOwners(communication, parameters)
+
+
+def sharded() -> Sequence[tuple[Reducer, ReduceToOwners]]:
+    """The reducers of such modules, in the order of their construction."""
+    pairs = ((reducer, reducer.queue.communication) for reducer in reducers.alive())
+    return [(reducer, sends) for reducer, sends in pairs if isinstance(sends, ReduceToOwners)]
+
+
+def before_backward() -> None:
+    """Prepare for a backward, which may accumulate gradients of such modules.
+
+    Raises:
+        RuntimeError: gradients that exist cannot be averaged as DDP would.
+    """
+    for reducer, communication in sharded():
+        refuse_after_failed_step(reducer, communication)
+        received = () if reducer.iteration is None else reducer.iteration.received
+        why = communication.note_averages(received) or _why_not_owners(reducer, communication)
+        if why:
+            refuse(reducer, why)
+        _warn_of_unheld(reducer, communication)
+
+
+def refuse(reducer: Reducer, why: str) -> NoReturn:
+    """Raise an error, and leave a note about it to the other ranks."""
+    text = f"FusionConfig.shard_optimizer = True of {reducer.module.label}: {why}"
+    reducer.failures.leave(reducer.steps, text)
+    raise RuntimeError(text)
+
+
+def refuse_after_failed_step(reducer: Reducer, communication: ReduceToOwners) -> None:
+    """Raise an error if a step has begun, runs no longer, and has sent no parameters."""
+    step = communication.step
+    if step is None:
+        return
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame is step:
+            return  # This is a closure that the step calls.
+        frame = frame.f_back
+    communication.step = None
+    refuse(
+        reducer,
+        "an optimizer step has failed on this rank, so its parameters were not sent to the others. "
+        "Load a checkpoint on all ranks.",
+    )
+
+
+def _why_not_owners(reducer: Reducer, communication: ReduceToOwners) -> str:
+    """Why parameters cannot have one owner, looked up once; empty if they can."""
+    if communication.is_checked:
+        return ""
+    communication.is_checked = True
+    mine = {id(parameter) for parameter in reducer.parameters.trained}
+    for other in reducers.alive():
+        if other is not reducer and not mine.isdisjoint(map(id, other.parameters.trained)):
+            return (
+                f"{other.module.label} has the same parameters, and gradients of one module would "
+                "be added to averages of the other. Use one DistributedDataParallel for both, or "
+                "set shard_optimizer = False."
+            )
+    return ""
+
+
+def _warn_of_unheld(reducer: Reducer, communication: ReduceToOwners) -> None:
+    """Warn of parameters whose gradients were averaged and cleared, and which no optimizer steps:
+    what changes them by hand changes them on their owners alone."""
+    if reducer.steps < _UNHELD_STEPS or len(communication.held) == len(reducer.parameters.numbers):
+        return
+    parameters, names = reducer.parameters.all, reducer.parameters.names
+    unheld = [n for n in reducer.parameters.numbers if n not in communication.held]
+    if all(parameters[n].grad is None for n in unheld):
+        left = [repr(names[n]) for n in unheld if parameters[n].requires_grad]
+        communication.held.update(unheld)
+        if left:
+            warn_once(
+                f"unheld {reducer.queue.name}",
+                f"No optimizer of torch.optim steps parameters of {reducer.queue.name} "
+                f"({named(left)}). With FusionConfig.shard_optimizer = True, only the rank that "
+                "owns a parameter has its gradient: code of yours that changes parameters must "
+                "send them to all ranks. Step them by an optimizer, freeze them before "
+                "DistributedDataParallel is constructed, or set shard_optimizer = False.",
+            )
