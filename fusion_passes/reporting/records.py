@@ -89,6 +89,7 @@ class ModuleReport:
         memory: memory of the buckets: ``"plain"``, or how it is registered with NCCL.
         buckets: buckets, in launch order; empty before the first step has ended, because the
             buckets are rebuilt at its end.
+        shard_optimizer: whether gradients go to the owners of their parameters alone.
     """
 
     name: str
@@ -103,6 +104,7 @@ class ModuleReport:
     decision: tuple[str, ...]
     memory: str
     buckets: tuple[BucketReport, ...]
+    shard_optimizer: bool = False
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,7 @@ def _of_process(report: Report) -> Iterator[_Line]:
 
 def _of_module(module: ModuleReport) -> Iterator[_Line]:
     hook = f" {module.hook}" if module.hook else ""
+    hook += ", each gradient to the owner of its parameter" if module.shard_optimizer else ""
     where = f"{module.mode}{hook}, {_counted(module.group_size, 'rank')} over {module.backend}"
     if not module.buckets:
         text = f"{module.name}: no averaged backward has ended yet, so it has no buckets ({where})"

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from fusion_passes.layout.layout import ParameterNumber
 from fusion_passes.reducer.reducer import Reducer
-from fusion_passes.sharded.steps import held_by, without_sends
+from fusion_passes.sharded.steps import broadcast, held_by, without_sends
 from fusion_passes.torch_private import tree_leaves, tree_map_only
-from fusion_passes.torch_private.process_groups import begin_broadcasts
+from fusion_passes.torch_private.process_groups import backend_name
 
 PART: Final = "ddp_fusion_part"
 """Key of the state of an optimizer whose parameters have owners: the rank, the number of ranks, and
@@ -139,7 +139,7 @@ def _receive(group: Any, owner: int, device: torch.device, shape: _Shape) -> Ten
 
 def _broadcast(group: Any, tensor: Tensor, owner: int) -> None:
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    begin_broadcasts(group, [(owner, real)], is_grouped=False)()
+    broadcast(group, [(owner, real)], backend_name(group, tensor.device))
 
 
 # --- Loading -------------------------------------------------------------------------------------

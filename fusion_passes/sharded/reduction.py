@@ -16,7 +16,7 @@ from fusion_passes.reducer.communication import AllReduce, Wait
 from fusion_passes.reducer.parameters import Parameters
 from fusion_passes.reducer.scaling import averages
 from fusion_passes.torch_private.autograd import version_of_tensor
-from fusion_passes.torch_private.process_groups import begin_all_to_all, begin_reduce_to_owners
+from fusion_passes.torch_private.process_groups import begin_exchange, begin_reduces
 from fusion_passes.torch_private.profiling import range_in_profile
 
 _Mark: TypeAlias = tuple[int, int]
@@ -28,7 +28,7 @@ class ReduceToOwners(AllReduce):
 
     In a bucket, the gradients of one owner lie together, so each owner's part is sent to it as it
     lies. NCCL reduces it there. Over other backends, the owner receives the parts of all ranks, and
-    sums them in the order of the ranks.
+    adds them to its own.
 
     As with DDP, a gradient that exists before a backward takes part in the average. If it is an
     average itself, the owner alone has it, and all ranks would have had it: it counts as often as
@@ -70,27 +70,33 @@ class ReduceToOwners(AllReduce):
             real.div_(ranks)
         self._add_averages(bucket, memory, 1 / ranks if is_first else 1)
         sent = real.to(self.sent_dtype(memory.dtype))
-        begin = sum(sizes[: self.group.rank()])
-        mine = slice(begin, begin + sizes[self.group.rank()])
-        if self.backend == "nccl":
-            operation = dist.ReduceOp.AVG if is_collective else dist.ReduceOp.SUM
-            with range_in_profile(f"{name} launch"):
-                wait_for_sent = begin_reduce_to_owners(self.group, sent, sizes, operation)
-            received = sent[None, mine]
-        else:
-            received = sent.new_empty(ranks, sizes[self.group.rank()])
-            with range_in_profile(f"{name} launch"):
-                wait_for_sent = begin_all_to_all(
-                    self.group, received.view(-1), sent, [received.shape[1]] * ranks, sizes
+        parts, rank = sent.split(sizes), self.group.rank()
+        mine = real.split(sizes)[rank]
+        received: list[Tensor] = []
+        with range_in_profile(f"{name} launch"):
+            if self.backend == "nccl":
+                operation = dist.ReduceOp.AVG if is_collective else dist.ReduceOp.SUM
+                wait_for_sent = begin_reduces(self.group, parts, sent, operation)
+            else:
+                others = [other for other in range(ranks) if other != rank]
+                received = [torch.empty_like(parts[rank]) for _ in others if mine.numel()]
+                wait_for_sent = begin_exchange(
+                    self.group,
+                    [(other, parts[other]) for other in others if sizes[other]],
+                    list(zip(others, received, strict=False)),
                 )
 
         def wait() -> None:
             wait_for_sent()
-            _sum(received, real[mine])
-            if received.device.type != "cpu":  # It was allocated on the stream of the launch.
-                received.record_stream(torch.accelerator.current_stream(received.device))
+            if sent is not real:
+                mine.copy_(parts[rank])
+            for part in received:
+                mine.add_(part)
+            for part in (*received, sent) if sent.device.type != "cpu" else ():
+                # It was allocated on the stream of the launch.
+                part.record_stream(torch.accelerator.current_stream(sent.device))
             if not (is_first or is_collective):
-                real[mine].div_(ranks)
+                mine.div_(ranks)
 
         return wait
 
@@ -207,15 +213,3 @@ _NOT_OWNED = (
 
 def _mark(gradient: Tensor) -> _Mark:
     return gradient.data_ptr(), version_of_tensor(gradient)
-
-
-def _sum(parts: Tensor, result: Tensor) -> None:
-    """Sum rows, ``[ranks, n]``, in their order, into a result, ``[n]``, of the same or a wider
-    dtype, which may be one of the rows."""
-    if len(parts) == 1:
-        if parts.data_ptr() != result.data_ptr():
-            result.copy_(parts[0])
-        return
-    torch.add(parts[0].to(result.dtype), parts[1], out=result)
-    for part in parts[2:]:
-        result.add_(part)

@@ -22,7 +22,7 @@ from fusion_passes.reducer.backward import note_of_other_rank
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.sharded.modules import refuse, refuse_after_failed_step, sharded
 from fusion_passes.sharded.reduction import ReduceToOwners
-from fusion_passes.torch_private.process_groups import begin_broadcasts
+from fusion_passes.torch_private.process_groups import begin_broadcasts, begin_exchange
 from fusion_passes.warnings import warn_once
 
 _ALONE_BYTES: Final = 2**16
@@ -149,6 +149,18 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         communication.step = None
 
 
+def broadcast(group: Any, tensors: Sequence[tuple[int, Tensor]], backend: str) -> None:
+    """Broadcast tensors in place, each from a rank, and wait for that."""
+    rank, ranks = group.rank(), range(group.size())
+    if backend == "nccl" and tensors:
+        begin_broadcasts(group, tensors, tensors[0][1].device)()
+        return
+    mine = [tensor for owner, tensor in tensors if owner == rank]
+    received = [(owner, tensor) for owner, tensor in tensors if owner != rank]
+    sent = [(other, tensor) for tensor in mine for other in ranks if other != rank]
+    begin_exchange(group, sent, received)()
+
+
 def send(
     reducer: Reducer, communication: ReduceToOwners, numbers: Sequence[ParameterNumber]
 ) -> None:
@@ -177,7 +189,7 @@ def send(
                 pack = torch.empty(sum(sizes), dtype=dtype, device=device)
                 copied.append((tensors, pack.split(sizes)))
             sent.append((owner, pack))
-    begin_broadcasts(reducer.module.group, sent, is_grouped=communication.backend == "nccl")()
+    broadcast(reducer.module.group, sent, communication.backend)
     for tensors, parts in copied:
         shaped = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
         torch._foreach_copy_(tensors, shaped)

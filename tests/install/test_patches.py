@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes import FusionWarning
+from fusion_passes import FusionConfig, FusionWarning
 from fusion_passes.ddp.module import hand_over
 from fusion_passes.torch_private import owner_of_name
-from testing.fake_world import two_layers, without_kernels
+from testing.fake_world import fake_world, two_layers, without_kernels
 from testing.processes import RankPool
 from tests.install.torch_state import (
     changed,
@@ -54,6 +54,7 @@ def _canonical(what: str) -> str:
 
 OF_THE_FLAG = "While the flag is set"
 OF_MODULES = "While the flag is set, or a managed module is there"
+OF_SHARDED = "While a module with `shard_optimizer` is there"
 
 
 def test_what_the_flag_changes_is_what_is_listed() -> None:
@@ -76,9 +77,9 @@ ALWAYS = {DYNAMOS_MODULES, "torch.utils.hooks.RemovableHandle.next_id"}
 """Attributes that any module changes."""
 
 
-def _managed(model: nn.Module) -> DistributedDataParallel:
+def _managed(model: nn.Module, flag: object = "concat") -> DistributedDataParallel:
     """A module that was constructed under the flag, which is unset now."""
-    with inductor_config.patch(ddp_fusion="concat"):
+    with inductor_config.patch(ddp_fusion=flag):
         return DistributedDataParallel(model)
 
 
@@ -110,6 +111,19 @@ def test_what_modules_need_is_there_until_the_last_one_is_gone(
     assert changed(before, contents(), known) - ALWAYS == known, "the flag has gone, not the module"
     end(modules)
     assert changed(before, contents()) - ALWAYS == set()
+
+
+def test_what_sharded_optimizers_need_is_there_with_such_a_module() -> None:
+    flag = FusionConfig(shard_optimizer=True)
+    with fake_world(2):
+        _freed([_managed(two_layers(), flag)])  # Imports its own dependencies.
+        model = two_layers()
+        before = contents()
+        modules = [_managed(model, flag)]
+        known = {_canonical(what) for what in listed(OF_MODULES) | listed(OF_SHARDED)}
+        assert changed(before, contents(), known) - ALWAYS == known
+        _freed(modules)
+        assert changed(before, contents()) - ALWAYS == set()
 
 
 def test_a_module_on_another_group_keeps_what_modules_need(one_rank: None) -> None:

@@ -15,9 +15,13 @@ RUN = Callable[..., list[Any]]
 NIGHTLY = pytest.mark.nightly
 FOUR = pytest.mark.xdist_group("four ranks")
 
-ROUNDING_EPS: Final = {torch.float32: 2.0**14, torch.bfloat16: 8.0}
-"""Tolerance after ten steps on four ranks, which add gradients in another order: AdamW and Muon
-divide by roots of gradients that may be tiny. 5045 was measured in fp32, for Muon."""
+ROUNDING_EPS: Final = {torch.float32: 2.0**12, torch.bfloat16: 8.0}
+"""Tolerance after ten steps on four ranks, which add gradients in another order: AdamW divides by
+roots of gradients that may be tiny. 500 was measured in fp32."""
+
+MUON_EPS: Final = 2.0**16
+"""The same for Muon, which computes in bf16, whose eps is this multiple of fp32's. 19308 was
+measured."""
 
 SHARES: Final = {"sgd": 0.0, "adafactor": 1.25}
 """Most of the state on a rank, in shares. Adafactor's is not proportional to a parameter's size."""
@@ -44,7 +48,8 @@ def test_optimizers_give_the_parameters_of_plain_ddp(
     reports = run_on_ranks(ranks, of_optimizers, names=names, dtype=dtype, is_compiled=is_compiled)
     for report in reports:
         for name, (difference, share) in report.items():
-            assert difference <= (0 if ranks == 2 else ROUNDING_EPS[dtype]), name
+            allowed = MUON_EPS if name == "muon" else ROUNDING_EPS[dtype]
+            assert difference <= (0 if ranks == 2 else allowed), name
             assert share <= SHARES.get(name, 1.1) / ranks, name
 
 

@@ -1,0 +1,230 @@
+"""The owners of parameters, the calls of a process group for a bucket, and what is left in
+``.grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, Final
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fusion_passes
+from fusion_passes.layout.caps import BucketCaps
+from fusion_passes.layout.layout import GradientKind, Layout, decode, encode, lay_out, plan_layout
+from fusion_passes.reducer.communication import AllReduce
+from fusion_passes.reducer.parameters import Parameters
+from fusion_passes.reducer.reducer import reducer_of
+from fusion_passes.sharded import norms, steps
+from fusion_passes.sharded.owners import with_owners
+from fusion_passes.sharded.reduction import ReduceToOwners
+from fusion_passes.sharded.steps import broadcast
+from testing.fake_world import fake_world, two_layers
+from tests.sharded.trainings import SHARDED, wrapped
+
+CPU: Final = torch.device("cpu")
+CAPS: Final = BucketCaps(2**20, 2**20)
+
+
+def kinds(*numels: int, dtype: torch.dtype = torch.float32) -> Any:
+    return {number: GradientKind(numel, dtype, CPU) for number, numel in enumerate(numels)}
+
+
+# --- Owners --------------------------------------------------------------------------------------
+
+
+def test_owners_are_balanced_by_bytes() -> None:
+    found = with_owners(kinds(10, 100, 60, 50, 10), 2)
+    assert [kind.owner for kind in found.values()] == [0, 0, 1, 1, 0]
+
+
+def test_equal_parameters_go_round() -> None:
+    found = with_owners(kinds(8, 8, 8, 8, 8), 3)
+    assert [kind.owner for kind in found.values()] == [0, 1, 2, 0, 1]
+
+
+def test_a_rank_may_own_nothing() -> None:
+    assert {kind.owner for kind in with_owners(kinds(8, 8), 4).values()} == {0, 1}
+
+
+# --- Layouts -------------------------------------------------------------------------------------
+
+
+def laid_out(*numels: int, ranks: int = 2, pieces: Any = None) -> tuple[Layout, Any]:
+    known = with_owners(kinds(*numels), ranks)
+    return plan_layout(pieces or [tuple(known)], known, CAPS), known
+
+
+def test_gradients_of_one_owner_lie_together_and_begin_aligned() -> None:
+    layout, known = laid_out(32, 33, 5, 7)
+    (bucket,) = layout.buckets
+    owners = [known[number].owner for number in bucket.numbers]
+    assert owners == sorted(owners)
+    start = bucket.offsets[owners.index(1)]
+    assert start % 16 == 0
+    assert start >= sum(known[n].numel for n in bucket.numbers if known[n].owner == 0)
+
+
+def test_pieces_of_several_owners_share_a_bucket() -> None:
+    layout, known = laid_out(16, 16, 16, 16, pieces=[(3, 2), (1, 0)])
+    (bucket,) = layout.buckets
+    assert [known[number].owner for number in bucket.numbers] == [0, 0, 1, 1]
+
+
+def test_a_broadcast_layout_is_the_same() -> None:
+    layout, known = laid_out(32, 33, 5, 7)
+    members = decode(encode(bucket.numbers for bucket in layout.buckets))
+    assert lay_out([[numbers] for numbers in members], known) == layout
+
+
+# --- Calls of a process group --------------------------------------------------------------------
+
+
+class Group:
+    """A process group of NCCL's interface that records its calls."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.size, self.rank = lambda: size, lambda: rank
+        self.calls: list[tuple[Any, ...]] = []
+
+    def reduce(self, tensors: list[Tensor], options: Any) -> Any:
+        self.calls.append(("reduce", options.rootRank, tensors[0].tolist(), options.reduceOp))
+
+    def _reduce_scatter_base(self, output: Tensor, memory: Tensor, options: Any) -> Any:
+        self.calls.append(("reduce_scatter", output.tolist(), len(memory), options.reduceOp))
+        return SimpleNamespace(wait=lambda: None)
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
+        self.calls.append(("broadcast", options.rootRank, len(tensors[0])))
+
+    def _start_coalescing(self, _: torch.device) -> None:
+        self.calls.append(("start",))
+
+    def _end_coalescing(self, _: torch.device) -> Any:
+        self.calls.append(("end",))
+        return SimpleNamespace(wait=lambda: self.calls.append(("wait",)))
+
+
+def reduced(
+    group: Group, numels: tuple[int, ...], *, dtype: torch.dtype | None = None
+) -> tuple[list[tuple[Any, ...]], Tensor]:
+    """The calls for a bucket of ones over NCCL, and the bucket behind the wait."""
+    layout, known = laid_out(*numels, ranks=group.size())
+    parameters = Parameters([nn.Parameter(torch.zeros(n)) for n in numels], [], [], known)
+    sends = ReduceToOwners(AllReduce(group, "nccl", dtype=dtype), parameters)
+    memory = torch.ones(layout.buckets[0].numel)
+    sends.launch(layout.buckets[0], memory)()
+    return group.calls, memory
+
+
+def test_equal_shares_are_one_reduce_scatter() -> None:
+    calls, _ = reduced(Group(2, 1), (16, 16))
+    assert calls == [("reduce_scatter", [1.0] * 16, 32, dist.ReduceOp.AVG)]
+
+
+def test_other_shares_are_reduced_in_one_group() -> None:
+    calls, _ = reduced(Group(3, 0), (16, 8))
+    average = dist.ReduceOp.AVG
+    assert calls[:-1] == [
+        ("start",),
+        ("reduce", 0, [1.0] * 16, average),
+        ("reduce", 1, [1.0] * 8, average),
+        ("end",),
+    ]
+    assert calls[-1] == ("wait",), "a rank that owns nothing is no root"
+
+
+def test_smaller_dtypes_are_summed_and_divided_in_the_wider_one() -> None:
+    calls, memory = reduced(Group(2, 0), (16, 16), dtype=torch.bfloat16)
+    assert calls == [("reduce_scatter", [1.0] * 16, 32, dist.ReduceOp.SUM)]
+    assert memory[:16].tolist() == [0.5] * 16
+
+
+def test_fp16_is_divided_before_it_is_sent() -> None:
+    calls, memory = reduced(Group(2, 0), (16, 16), dtype=torch.float16)
+    assert calls == [("reduce_scatter", [0.5] * 16, 32, dist.ReduceOp.SUM)]
+    assert memory[:16].tolist() == [0.5] * 16
+
+
+def test_parameters_are_broadcast_in_one_group() -> None:
+    group = Group(2, 0)
+    broadcast(group, [(0, torch.ones(3)), (1, torch.ones(4))], "nccl")
+    assert group.calls == [
+        ("start",),
+        ("broadcast", 0, 3),
+        ("broadcast", 1, 4),
+        ("end",),
+        ("wait",),
+    ]
+
+
+# --- Gradients -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    with fake_world(2, has_kernels=True):
+        yield
+
+
+def managed() -> DistributedDataParallel:
+    return wrapped(SHARDED, two_layers())
+
+
+def test_gradients_are_left_on_owners_alone_and_are_stored(world: None) -> None:
+    torch._dynamo.reset()
+    ddp = managed()
+    compiled = torch.compile(ddp)
+    reducer = reducer_of(ddp)
+    for number in range(2):
+        ddp.zero_grad()
+        compiled(torch.ones(2, 4)).sum().backward()
+        assert reducer.record.num_stored == 4 * number
+    owners = [kind.owner for kind in reducer.parameters.kinds.values()]
+    assert set(owners) == {0, 1}
+    assert [p.grad is not None for p in ddp.parameters()] == [owner == 0 for owner in owners]
+    (module,) = fusion_passes.report().modules
+    assert module.shard_optimizer
+    assert "each gradient to the owner of its parameter" in fusion_passes.format_report(
+        fusion_passes.report()
+    )
+
+
+def test_a_step_keeps_no_state_of_others(world: None) -> None:
+    """Adagrad makes the state of all parameters when it is constructed."""
+    ddp = managed()
+    optimizer = torch.optim.Adagrad(ddp.parameters())
+    assert len(optimizer.state) == 4
+    ddp(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    owned = [p for p in ddp.parameters() if p.grad is not None]
+    assert set(optimizer.state) == set(owned)
+
+
+def test_a_step_counts_as_one_on_all_ranks_for_autograd(world: None) -> None:
+    ddp = managed()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    ddp(torch.ones(2, 4)).sum().backward()
+    before = [p._version for p in ddp.parameters()]
+    optimizer.step()
+    assert all(p._version > v for p, v in zip(ddp.parameters(), before, strict=True))
+
+
+def test_another_optimizer_sends_nothing(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    ddp, other = managed(), nn.Linear(4, 4)
+    sent: list[Any] = []
+    monkeypatch.setattr(steps, "send", lambda *arguments: sent.append(arguments[-1]))
+    monkeypatch.setattr(norms, "all_gather", lambda *arguments: sent.append(arguments))
+    for model in (other, ddp):
+        model(torch.ones(2, 4)).sum().backward()
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    optimizer.step()
+    nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+    assert sent == []
+    torch.optim.SGD(ddp.module[1].parameters(), lr=0.1).step()
+    assert sent == [[2, 3]]
