@@ -62,7 +62,7 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig, label: st
     parameters = numbered_parameters(ddp)
     if config.shard_optimizer:
         assert isinstance(communication, AllReduce), "hooks are refused"
-        parameters, communication = reducers.shard(ddp, label, parameters, communication)
+        parameters, communication = reducers.shard(label, parameters, communication)
     module = AveragedModule(ddp, label, group, config)
     reducer = Reducer(
         module,

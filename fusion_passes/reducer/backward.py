@@ -103,7 +103,7 @@ RunEngine: TypeAlias = Callable[[RunningBackward, Sequence[Any], Callable[[], An
 """Runs a backward from these outputs by calling autograd's engine, which it is given."""
 
 
-Shard: TypeAlias = Callable[[Any, str, Parameters, AllReduce], tuple[Parameters, AllReduce]]
+Shard: TypeAlias = Callable[[str, Parameters, AllReduce], tuple[Parameters, AllReduce]]
 """See :attr:`Reducers.shard`."""
 
 
@@ -120,8 +120,8 @@ class Reducers:
         on_unowned: called with the tensors that such a backward reaches, and no reducer has.
         on_change: called when there is a reducer more, or one less.
         on_backward: called before each backward that accumulates gradients.
-        shard: called with a new DDP module of the option ``shard_optimizer``, its label, parameters
-            and communication; returns what takes the place of the last two.
+        shard: called with the label, the parameters and the communication of a new DDP module with
+            the option ``shard_optimizer``; returns what takes the place of the last two.
         learn_layout: called with a new module of the mode ``"auto"``.
         report_when_freed: called with a DDP module and its new reducer; returns what ends that.
         version: how often a reducer was added.
@@ -137,7 +137,7 @@ class Reducers:
     on_unowned: Callable[[Sequence[Tensor]], None] = lambda _: None
     on_change: Callable[[], None] = lambda: None
     on_backward: Callable[[], None] = lambda: None
-    shard: Shard = lambda _, __, parameters, communication: (parameters, communication)
+    shard: Shard = lambda _, parameters, communication: (parameters, communication)
     learn_layout: Callable[[Reducer], None] = lambda _: None
     report_when_freed: Callable[[Any, Reducer], Any] = lambda _, __: None
     version: int = 0

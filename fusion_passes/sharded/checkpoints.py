@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusion_passes.layout.layout import ParameterNumber
 from fusion_passes.reducer.reducer import Reducer
-from fusion_passes.sharded.steps import broadcast, held_by, without_sends
+from fusion_passes.sharded.steps import IS_ALONE, broadcast, held_by
 from fusion_passes.torch_private import tree_leaves, tree_map_only
 from fusion_passes.torch_private.process_groups import backend_name
 
@@ -26,19 +26,7 @@ the indices of the parameters whose state the rank keeps."""
 StateDict: TypeAlias = dict[str, Any]
 
 
-@dataclass
-class _Saving:
-    """How the state of optimizers is being saved.
-
-    Attributes:
-        whole: how many callers want the state of all ranks now.
-    """
-
-    whole: int = 0
-
-
-_saving: Final = _Saving()
-"""Whether the whole state of an optimizer is being saved."""
+_IS_WHOLE: Final = ContextVar("whether states of optimizers are saved of all ranks", default=False)
 
 
 @dataclass(frozen=True)
@@ -49,7 +37,7 @@ class _Shape:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
-    is_on_host: bool = field(default=True)
+    is_on_host: bool
 
 
 def full_optimizer_state_dict(optimizer: Any, *, rank0_only: bool = False) -> StateDict:
@@ -66,18 +54,14 @@ def full_optimizer_state_dict(optimizer: Any, *, rank0_only: bool = False) -> St
     """
     state_dict: StateDict = optimizer.state_dict()
     state_dict.pop(PART, None)
-    held, indices = held_by(optimizer), _indices(optimizer)
-    state = dict(state_dict["state"])
-    for reducer, _, numbers in held:
+    indices, state = _indices(optimizer), dict(state_dict["state"])
+    for reducer, _, numbers in held_by(optimizer):
         is_kept = not rank0_only or reducer.module.group.rank() == 0
         _gather(reducer, numbers, indices, state, is_kept=is_kept)
-    state_dict["state"] = {key: state[key] for key in sorted(state, key=_order)}
+    # In plain DDP's order: parameters by index, other keys last.
+    keys = sorted(state, key=lambda key: key if isinstance(key, int) else len(indices))
+    state_dict["state"] = {key: state[key] for key in keys}
     return state_dict
-
-
-def _order(key: Any) -> tuple[int, Any]:
-    """Parameters by index, as plain DDP's; other keys last."""
-    return (0, key) if isinstance(key, int) else (1, 0)
 
 
 def _indices(optimizer: Any) -> dict[int, int]:
@@ -98,23 +82,19 @@ def _gather(
     is_kept: bool,
 ) -> None:
     """Add the state of a module's parameters that other ranks have, if ``is_kept``."""
-    group, kinds, parameters = (
-        reducer.module.group,
-        reducer.parameters.kinds,
-        reducer.parameters.all,
-    )
-    rank = group.rank()
+    group, kinds = reducer.module.group, reducer.parameters.kinds
+    index_of = {number: indices[id(reducer.parameters.all[number])] for number in numbers}
     mine = {
-        number: tree_map_only(Tensor, _shape, state[indices[id(parameters[number])]])
-        for number in numbers
-        if kinds[number].owner == rank and indices[id(parameters[number])] in state
+        number: tree_map_only(Tensor, _shape, state[index])
+        for number, index in index_of.items()
+        if kinds[number].owner == group.rank() and index in state
     }
     every: list[Any] = [None] * group.size()
     dist.all_gather_object(every, mine, group=group)
     for owner, shapes in enumerate(every):
         for number, shape in shapes.items():
-            index, device = indices[id(parameters[number])], kinds[number].device
-            if owner == rank:
+            index, device = index_of[number], kinds[number].device
+            if owner == group.rank():
                 for tensor in tree_leaves(state[index]):
                     if isinstance(tensor, Tensor):
                         _broadcast(group, tensor.to(device).contiguous(), owner)
@@ -156,22 +136,13 @@ def _elsewhere(optimizer: Any) -> set[int]:
 
 def state_dict(original: Callable[[Any], StateDict], optimizer: Any) -> StateDict:
     """Take the place of ``Optimizer.state_dict``: mark the state as that of one rank."""
-    if _saving.whole:
-        _saving.whole -= 1
-        try:
-            return full_optimizer_state_dict(optimizer)
-        finally:
-            _saving.whole += 1
-    state = original(optimizer)
-    elsewhere = _elsewhere(optimizer)
+    if _IS_WHOLE.get():
+        return cast("StateDict", _while(_IS_WHOLE, False, full_optimizer_state_dict, optimizer))
+    state, elsewhere = original(optimizer), _elsewhere(optimizer)
     if elsewhere:
-        reducer = held_by(optimizer)[0][0]
+        group = held_by(optimizer)[0][0].module.group
         kept = [index for key, index in _indices(optimizer).items() if key not in elsewhere]
-        state[PART] = {
-            "rank": reducer.module.group.rank(),
-            "ranks": reducer.module.group.size(),
-            "parameters": kept,
-        }
+        state[PART] = {"rank": group.rank(), "ranks": group.size(), "parameters": kept}
     return state
 
 
@@ -201,8 +172,6 @@ def load_state_dict(
         state = {k: v for k, v in state_dict["state"].items() if k not in left_out}
         state_dict = {**state_dict, "state": state}
     original(optimizer, state_dict)
-    for parameter in [p for p in optimizer.state if id(p) in elsewhere]:  # A hook has changed keys.
-        del optimizer.state[parameter]
 
 
 # --- torch.distributed.checkpoint.state_dict ------------------------------------------------------
@@ -214,30 +183,31 @@ def init_state(original: Callable[[Any], None], optimizer: Any) -> None:
     optimizer that has a state takes no step."""
     elsewhere = _elsewhere(optimizer)
     before = [group["params"] for group in optimizer.param_groups]
-    with without_sends():
-        for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if id(p) not in elsewhere]
-        try:
-            original(optimizer)
-        finally:
-            for group, parameters in zip(optimizer.param_groups, before, strict=True):
-                group["params"] = parameters
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) not in elsewhere]
+    try:
+        _while(IS_ALONE, True, original, optimizer)
+    finally:
+        for group, parameters in zip(optimizer.param_groups, before, strict=True):
+            group["params"] = parameters
 
 
 def get_state(original: Callable[..., Any], model: Any, optimizers: Any, info: Any) -> Any:
     """Take the place of ``_get_optim_state_dict``: with ``full_state_dict=True``, it is that of all
     ranks."""
-    with _whole(info.full_state_dict and info.handle_optim):
-        return original(model, optimizers, info)
+    is_whole = info.full_state_dict and info.handle_optim
+    return _while(_IS_WHOLE, is_whole, original, model, optimizers, info)
 
 
-@contextmanager
-def _whole(is_whole: bool) -> Iterator[None]:
-    _saving.whole += is_whole
+def _while(
+    variable: ContextVar[bool], value: bool, function: Callable[..., Any], *args: Any
+) -> Any:
+    """Call a function while a variable has a value."""
+    token = variable.set(value)
     try:
-        yield
+        return function(*args)
     finally:
-        _saving.whole -= is_whole
+        variable.reset(token)
 
 
 def load_state(
@@ -268,7 +238,6 @@ def split_state(
         for name in info.fqn_param_mapping[parameter]
         if name not in state["state"]
     }
-    has_names = any(isinstance(key, str) for key in state["state"])
-    if has_names:
+    if any(isinstance(key, str) for key in state["state"]):
         state = {**state, "state": {**state["state"], **missing}}
     return original(model, optimizer, state, info)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from types import FrameType
-from typing import Any, Final, NoReturn
+from typing import NoReturn
 
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.communication import AllReduce
@@ -16,12 +16,9 @@ from fusion_passes.sharded.owners import with_owners
 from fusion_passes.sharded.reduction import ReduceToOwners
 from fusion_passes.warnings import named, warn_once
 
-_UNHELD_STEPS: Final = 2
-"""Number of averaged backwards before a warning of parameters that no optimizer steps."""
-
 
 def shard(
-    ddp: Any, label: str, parameters: Parameters, communication: AllReduce
+    label: str, parameters: Parameters, communication: AllReduce
 ) -> tuple[Parameters, AllReduce]:
     """Give the parameters of a new module owners, and have its gradients sent to these. A module on
     one rank stays as it is.
@@ -29,7 +26,6 @@ def shard(
     Raises:
         ValueError: the module has what is not implemented beside owners.
     """
-    del ddp
     sparse = [parameters.names[n] for n, kind in parameters.kinds.items() if kind.is_sparse]
     if sparse:
         raise ValueError(
@@ -74,20 +70,13 @@ def refuse(reducer: Reducer, why: str) -> NoReturn:
 
 def refuse_after_failed_step(reducer: Reducer, communication: ReduceToOwners) -> None:
     """Raise an error if a step has begun, runs no longer, and has sent no parameters."""
-    step = communication.step
-    if step is None:
-        return
     frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame is step:
-            return  # This is a closure that the step calls.
-        frame = frame.f_back
-    communication.step = None
-    refuse(
-        reducer,
-        "an optimizer step has failed on this rank, so its parameters were not sent to the others. "
-        "Load a checkpoint on all ranks.",
-    )
+    while frame is not None and frame is not communication.step:
+        frame = frame.f_back if communication.step else None
+    if communication.step and frame is None:  # Else a closure is running that the step has called.
+        communication.step = None
+        why = "an optimizer step has failed on this rank, so its parameters were not sent to others"
+        refuse(reducer, f"{why}. Load a checkpoint on all ranks.")
 
 
 def _why_not_owners(reducer: Reducer, communication: ReduceToOwners) -> str:
@@ -109,7 +98,7 @@ def _why_not_owners(reducer: Reducer, communication: ReduceToOwners) -> str:
 def _warn_of_unheld(reducer: Reducer, communication: ReduceToOwners) -> None:
     """Warn of parameters whose gradients were averaged and cleared, and which no optimizer steps:
     what changes them by hand changes them on their owners alone."""
-    if reducer.steps < _UNHELD_STEPS or len(communication.held) == len(reducer.parameters.numbers):
+    if reducer.steps < 2 or len(communication.held) == len(reducer.parameters.numbers):
         return
     parameters, names = reducer.parameters.all, reducer.parameters.names
     unheld = [n for n in reducer.parameters.numbers if n not in communication.held]

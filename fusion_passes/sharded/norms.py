@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -26,16 +26,14 @@ class _Asked:
     """What ``clip_grad_norm_`` has asked for last.
 
     Attributes:
-        by: torch's function; ``None`` once its answer has been corrected.
-        gradients: the gradients that this rank has.
-        options: type of the norm, whether it must be finite, and ``foreach``.
-        answer: the tensor that it was given, with the norm of this rank.
+        answer: the tensor that it was given, with the norm of this rank's gradients; ``None`` once
+            that has been corrected.
+        correct: returns the norm over all ranks of process groups, which it is given with the
+            parameters.
     """
 
-    by: Norm | None = None
-    gradients: Sequence[Tensor] = ()
-    options: dict[str, Any] = field(default_factory=dict)
     answer: Tensor | None = None
+    correct: functools.partial[Tensor] | None = None
 
 
 _asked: Final = _Asked()
@@ -52,10 +50,10 @@ def norm_for_clipping(
     """Take the place of the function that ``clip_grad_norm_`` calls with the gradients that exist.
     They may all be on other ranks, so :func:`clip_with_norm`, which is called next, with the
     parameters, has the ranks exchange their norms."""
-    gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    _asked.by, _asked.gradients = original, gradients
-    _asked.options = {"error_if_nonfinite": error_if_nonfinite, "foreach": foreach}
-    _asked.options["norm_type"] = float(norm_type)
+    gradients = _listed(tensors)
+    _asked.correct = functools.partial(
+        _norm, original, gradients, norm_type, error_if_nonfinite, foreach
+    )
     _asked.answer = original(gradients, norm_type, False, foreach)
     return _asked.answer
 
@@ -69,19 +67,21 @@ def clip_with_norm(
 ) -> None:
     """Take the place of the function that scales gradients: correct the norm first, if it is that
     of :func:`norm_for_clipping`."""
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    if _asked.by is not None and _asked.answer is total_norm:
-        compute, gradients, options = _asked.by, _asked.gradients, _asked.options
-        _asked.by, _asked.gradients, _asked.answer = None, (), None
+    parameters = _listed(parameters)
+    if _asked.correct is not None and _asked.answer is total_norm:
+        correct, _asked.correct, _asked.answer = _asked.correct, None, None
         ids = set(map(id, parameters))
-        groups = {
-            reducer.module.group: reducer.parameters.all
+        groups = dict.fromkeys(
+            reducer.module.group
             for reducer, _ in sharded()
             if any(id(parameter) in ids for parameter in reducer.parameters.trained)
-        }
-        norm = _norm(compute, gradients, list(groups), gradients or parameters, **options)
-        total_norm.data = norm  # clip_grad_norm_ returns this tensor.
+        )
+        total_norm.data = correct(list(groups), parameters)  # clip_grad_norm_ returns this tensor.
     original(parameters, max_norm, total_norm, foreach)
+
+
+def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 def total_norm(
@@ -97,7 +97,7 @@ def total_norm(
     Raises:
         ValueError: this rank cannot know which ranks take part.
     """
-    gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    gradients = _listed(tensors)
     ids = set(map(id, gradients))
     groups = dict.fromkeys(
         reducer.module.group
@@ -110,25 +110,22 @@ def total_norm(
             "FusionConfig.shard_optimizer = True are on several process groups: nobody can tell "
             "which of these take part. Call clip_grad_norm_ with the parameters instead."
         )
-    options: dict[str, Any] = {"error_if_nonfinite": error_if_nonfinite, "foreach": foreach}
-    return _norm(
-        original, gradients, list(groups), gradients, norm_type=float(norm_type), **options
-    )
+    return _norm(original, gradients, norm_type, error_if_nonfinite, foreach, list(groups), ())
 
 
 def _norm(
     compute: Norm,
     gradients: Sequence[Tensor],
-    groups: Sequence[Any],
-    like: Sequence[Tensor],
-    *,
     norm_type: float,
     error_if_nonfinite: bool,
     foreach: bool | None,
+    groups: Sequence[Any],
+    parameters: Sequence[Tensor],
 ) -> Tensor:
     """The norm of the gradients of all ranks of these groups, each counted once: a gradient that
-    no rank alone has is on all ranks. Its dtype and device are those that torch gives the norm of
-    ``like``."""
+    no rank alone has is on all ranks. Its dtype and device are those that torch gives it, or, if
+    this rank has no gradient, those of the norm of the parameters."""
+    norm_type = float(norm_type)
     if not groups:
         return compute(gradients, norm_type, error_if_nonfinite, foreach)
     if not norm_type > 0:
@@ -155,6 +152,7 @@ def _norm(
     if error_if_nonfinite and not math.isfinite(total.item()):
         # In torch's words, which raises this on all ranks then.
         compute([total], norm_type, True, foreach)
+    like = gradients or parameters
     dtypes = [tensor.dtype.to_real() for tensor in like] or [torch.float32]
     device = like[0].device if like else torch.device("cpu")
     return total.to(device, functools.reduce(torch.promote_types, dtypes))

@@ -194,20 +194,15 @@ _REMEDY = "Call zero_grad() before the backward, or set shard_optimizer = False.
 
 _ADDED = (
     "The gradient of {name} was changed after a backward whose gradients stay on this rank had "
-    "added to it: with FusionConfig.shard_optimizer = True, nobody can tell how much of it is an "
-    f"average. {_REMEDY}"
+    f"added to it, so nobody can tell how much of it is an average. {_REMEDY}"
 )
-
 _REPLACED = (
     "The gradient of {name}, an average, was replaced or cleared while a backward ran that adds to "
-    "it: with FusionConfig.shard_optimizer = True, nobody can tell how often it counts in the sum. "
-    f"{_REMEDY}"
+    f"it, so nobody can tell how often it counts in the sum. {_REMEDY}"
 )
-
 _NOT_OWNED = (
-    "{name} has a gradient before a backward, which no backward has given it since the last "
-    "average: with FusionConfig.shard_optimizer = True, another rank owns this parameter, and the "
-    f"gradient would be added a second time. {_REMEDY}"
+    "{name} has a gradient that no backward has given it since the last average, and another rank "
+    f"owns this parameter, so the gradient would be added a second time. {_REMEDY}"
 )
 
 

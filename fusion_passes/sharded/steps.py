@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from types import FrameType
+from collections.abc import Sequence
+from contextvars import ContextVar
+from types import FrameType, MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -42,29 +41,9 @@ def held_by(optimizer: Any) -> list[tuple[Reducer, ReduceToOwners, list[Paramete
     return found
 
 
-@dataclass
-class _Sending:
-    """Whether steps of optimizers send parameters.
-
-    Attributes:
-        paused: how many callers have paused that.
-    """
-
-    paused: int = 0
-
-
-_sending: Final = _Sending()
-"""Whether steps of optimizers send parameters now."""
-
-
-@contextmanager
-def without_sends() -> Iterator[None]:
-    """A context in which steps are those of this rank alone."""
-    _sending.paused += 1
-    try:
-        yield
-    finally:
-        _sending.paused -= 1
+IS_ALONE: Final = ContextVar(
+    "whether steps of optimizers are those of this rank alone", default=False
+)
 
 
 def hook_steps() -> list[Any]:
@@ -79,11 +58,10 @@ def hook_steps() -> list[Any]:
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Refuse a step that would not be DDP's."""
     del args, kwargs
-    if _sending.paused:
-        return
-    for reducer, communication, numbers in held_by(optimizer):
+    for reducer, communication, numbers in () if IS_ALONE.get() else held_by(optimizer):
         refuse_after_failed_step(reducer, communication)
-        why = _why_refused(optimizer)
+        kinds = (kind.__name__ for kind in type(optimizer).__mro__)
+        why = next((_REFUSED[kind] for kind in kinds if kind in _REFUSED), "")
         local = communication.has_local(numbers)
         if local and not why:
             why = (
@@ -117,27 +95,21 @@ def _frame_of_step() -> FrameType | None:
     return frame
 
 
-def _why_refused(optimizer: Any) -> str:
-    names = [kind.__name__ for kind in type(optimizer).__mro__]
-    if "LBFGS" in names:
-        return (
-            "LBFGS needs the gradients of all parameters at once, and a rank has those of its own "
-            "parameters. Use another optimizer"
-        )
-    if "ZeroRedundancyOptimizer" in names:
-        return (
-            "ZeroRedundancyOptimizer divides the parameters by the ranks itself. Use the optimizer "
-            "that it wraps"
-        )
-    return ""
+_REFUSED: Final = MappingProxyType(
+    {
+        "LBFGS": "LBFGS needs the gradients of all parameters at once, and a rank has those of its "
+        "own parameters. Use another optimizer",
+        "ZeroRedundancyOptimizer": "ZeroRedundancyOptimizer divides the parameters by the ranks "
+        "itself. Use the optimizer that it wraps",
+    }
+)
+"""Why optimizers of torch are refused, by the name of their class, with the remedy."""
 
 
 @torch.compiler.disable
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     del args, kwargs
-    if _sending.paused:
-        return
-    for reducer, communication, numbers in held_by(optimizer):
+    for reducer, communication, numbers in () if IS_ALONE.get() else held_by(optimizer):
         try:
             send(reducer, communication, numbers)
         except Exception as error:
