@@ -57,7 +57,7 @@ class ManagedForward(DistributedDataParallel):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Broadcast buffers, and move inputs to the module's device."""
         if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
-            refuse_unfinished(self)
+            check_finished(self)
         if is_joining(self):
             _begin_step(self)
         elif sends_buffers(self):
@@ -92,7 +92,7 @@ class ManagedForward(DistributedDataParallel):
         return output
 
 
-def refuse_unfinished(ddp: DistributedDataParallel) -> None:
+def check_finished(ddp: DistributedDataParallel) -> None:
     """Raise the error that an unfinished backward has left, if any, unless this runs under
     ``no_sync``. Where Dynamo traces the forward, the next backward raises it instead."""
     reducer = reducer_of(ddp)
