@@ -30,8 +30,8 @@ BUFFERS_IN: Final = "_ddp_fusion_buffers_in"
 it, else ``None``."""
 
 BEGINS_GRAPH: Final = "_ddp_fusion_begins_graph"
-"""Attribute of a managed module: whether Dynamo must begin the graph of its wrapped module around
-the module's forward, because it begins none in that forward."""
+"""Attribute of a managed module: whether Dynamo skips the forward of the wrapped module, so that
+its graph must begin in a function that calls it."""
 
 RANGE: Final = "DistributedDataParallel.forward"
 """Name of the profiler range in which eager DDP runs its forward."""

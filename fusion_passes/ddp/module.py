@@ -334,15 +334,17 @@ def _restore(ddp: DistributedDataParallel, state: dict[str, Any]) -> None:
 
 def logging_data(reducer: Reducer) -> dict[str, Any]:
     """The fields that DDP's C++ reducer would have written into the logging data, except times,
-    which are not measured. Sparse gradients do not lie in buckets, and are left out."""
+    which are not measured. The order of gradients is that of the buckets. Sparse gradients do not
+    lie in buckets, and are left out."""
     layout, parameters = reducer.assignment.layout, reducer.parameters.all
     is_final = reducer.assignment.is_fixed
     buckets = [b.numbers for b in layout.buckets if not b.is_sparse] if is_final else []
     sizes = [sum(parameters[number].nbytes for number in bucket) for bucket in buckets]
     order = [number for bucket in buckets for number in bucket]
+    unused = () if reducer.record.copies is None else reducer.record.copies.unused
     return {
         "iteration": reducer.steps,
-        "unused_parameter_size": 0,
+        "unused_parameter_size": sum(parameters[n].nbytes for n in unused),
         "has_rebuilt_buckets": int(is_final),
         "num_buckets_reduced": len(buckets),
         "rebuilt_bucket_sizes": ", ".join(map(str, sizes)),

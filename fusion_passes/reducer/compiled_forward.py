@@ -73,7 +73,7 @@ class Destinations:
         self, positions: tuple[InputPosition, ...], offsets: tuple[Offset, ...], numel: int
     ) -> tuple[Stored | None, str]:
         """The gradients at these positions, which lie at these offsets in a buffer, if one buffer
-        can hold them; else ``None``, and the reason, for gradients that are final."""
+        can hold them; else ``None``, and the reason."""
         key = positions, offsets, numel
         if key not in self._stored:
             self._stored[key] = self._find(*key)

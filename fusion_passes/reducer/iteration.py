@@ -24,9 +24,7 @@ from fusion_passes.reducer.used_parameters import AllUsed
 from fusion_passes.torch_private.autograd import tensor_in
 
 _ALIGNED_BYTES: Final = 16
-"""The alignment that generated code assumes for the memory that an operator returns. A graph that
-is compiled for a fixed layout assumes more: :data:`fusion_passes.layout.layout.ALIGNMENT` elements.
-"""
+"""The alignment that generated code assumes for the memory that an operator returns."""
 
 
 @dataclass(eq=False)
