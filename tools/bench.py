@@ -20,6 +20,8 @@ measurements and the logs to ``--output``. docs/bench.md explains the figures.
         --ways concat --starts 2                              # CPU seconds of cold and warm starts
     taskset -c 0 python tools/bench.py --model gpt2-broken gpt2-broken-twice --ranks 1 \
         --ways concat --starts 2                              # the same with graph breaks
+    taskset -c 0 python tools/bench.py --model many-parameters --ranks 1 \
+        --ways "DDP, one graph" concat                        # CPU time for 200 parameters
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ from benches.processes import Place, cores_of
 from benches.results import Row, figures_table
 from command_line import exit_on_signals, parser_of
 from fusion_passes.tuning.tuner import DIRECTORY_VARIABLE
-from workloads.models import BROKEN, MAKERS, SIZES
+from workloads.models import MAKERS, SIZES, SPECIAL
 from workloads.ways import AUTO, EAGER, OPTIMIZERS, OURS, PLAIN, WAYS, ZERO
 
 FILE: Final = "bench.json"
@@ -125,7 +127,7 @@ def _write(cells: Sequence[Comparison], origin: dict[str, str], output: Path) ->
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    models, others = ", ".join(MAKERS | BROKEN), [way for way in WAYS if way not in (PLAIN, EAGER)]
+    models, others = ", ".join(MAKERS | SPECIAL), [way for way in WAYS if way not in (PLAIN, EAGER)]
     ways = (
         f"methods to measure besides {PLAIN} and {EAGER}, from {', '.join(others)} "
         f"(default: {', '.join(DEFAULT_WAYS)})"
@@ -147,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model",
         nargs="+",
         default=[*MAKERS],
-        help=f"models, from {models}, or module:factory (default: those without graph breaks)",
+        help=f"models, from {models}, or module:factory (default: the first six)",
     )
     add("--size", choices=SIZES, default="medium", help="size of these models (default: medium)")
     choices = [EAGER, *others]

@@ -28,7 +28,13 @@ SHAPING: Final = (
     "reducer/operators.py",
     "reducer/scaling.py",
     "stored/*.py",
-    "torch_private/*.py",
+    "torch_private/__init__.py",
+    "torch_private/autograd.py",
+    "torch_private/ddp.py",
+    "torch_private/inductor.py",
+    "torch_private/older_torch.py",
+    "torch_private/process_groups.py",
+    "torch_private/profiling.py",
     "traced/*.py",
 )
 """The files that decide what graphs and generated code look like: all that the passes and the

@@ -294,14 +294,15 @@ class Reducers:
                 yield known.names[number], parameter, node, len(owners[id(parameter)])
 
     def _route(self, found: Reached, expecting: Collection[Reducer], why: str) -> Route:
-        """The route of a backward. If all gradients come from compiled forwards, and these lead to
-        the same parameters as in an earlier backward, it is that one's."""
+        """The route of a backward. If it reaches the same parameters as an earlier backward, from
+        the same compiled forwards, it is that one's."""
         static = tuple(r.used.launches_after_backward for r in expecting)
-        key = (*found.compiled.values(), *expecting, static, why)
-        route = None if found.uncompiled else self._routes.get(key)
+        key = (*found.compiled.values(), *found.uncompiled, *expecting, static, why)
+        route = self._routes.get(key)
         if route is None:
             route = self._find_route(found, expecting, why)
-            if not found.uncompiled:
+            # A leaf that no reducer owns may be an input, another one in each step.
+            if not (found.uncompiled and route.nobodys):
                 if len(self._routes) >= _MOST_ROUTES:
                     self._routes.clear()
                 self._routes[key] = route

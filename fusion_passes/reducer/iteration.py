@@ -177,9 +177,7 @@ class Iteration:
     def copy_in(self, number: ParameterNumber) -> None:
         """Copy ``.grad`` into the bucket, and let it be the bucket view. If hooks of others behind
         this one read it, it stays where it is: they must see the gradient of this rank."""
-        self._memory.copy_in(number)
-        if not self._hooks.why_hooked(number):
-            self._memory.alias(number)
+        self._memory.copy_in(number, lets_alias=not self._hooks.why_hooked(number))
 
     def receive_delayed(self) -> None:
         """Mark the delayed gradients ready, which are complete, or get zeros."""

@@ -86,6 +86,9 @@ class LaunchQueue:
 
     def launch_ready(self) -> None:
         """Launch the buckets that are full and whose predecessors are launched, in order."""
+        launched = len(self._waits)
+        if launched < len(self.buckets) and self._pending[launched]:
+            return  # Most gradients leave the next bucket incomplete.
         with self.lock:
             self._memory.join_streams()
             if self.is_at_end or (self.previous and not self.previous.has_launched_all):

@@ -124,23 +124,25 @@ class BucketMemory:
             places = [self.place(number) for number in existing]
             torch._foreach_add_(places, [self.existing[n].detach() for n in existing])
 
-    def copy_in(self, number: ParameterNumber) -> None:
-        """Copy ``.grad`` into the bucket, or zeros if there is none."""
+    def copy_in(self, number: ParameterNumber, *, lets_alias: bool) -> None:
+        """Copy ``.grad`` into the bucket, or zeros if there is none. Let ``.grad`` alias the bucket
+        then, if ``lets_alias``: see :meth:`alias`."""
         gradient = self._parameters.all[number].grad
         if self._parameters.kinds[number].is_sparse:
             if gradient is not None:
                 self.sparse[number] = gradient
             return
-        with torch.no_grad():
-            place = self.place(number)
-            if gradient is None:
-                place.zero_()
-                return
-            if gradient.layout is not torch.strided:
-                name = self._parameters.names[number]
-                self._refuse(wrong_layout(name, self._label, gradient.layout))
-            self._note_rounded(number, gradient.dtype)
-            place.copy_(gradient)
+        place = self.place(number)
+        if gradient is None:
+            place.zero_()
+            return
+        if gradient.layout is not torch.strided:
+            name = self._parameters.names[number]
+            self._refuse(wrong_layout(name, self._label, gradient.layout))
+        self._note_rounded(number, gradient.dtype)
+        place.copy_(gradient.detach() if gradient.requires_grad else gradient)
+        if lets_alias:
+            self._alias(number, place)
 
     def copy_flat(self, numbers: Piece, gradients: Sequence[Tensor]) -> None:
         """Copy gradients, ``[numel]`` each and of one dtype, into the bucket."""
@@ -176,6 +178,9 @@ class BucketMemory:
         the memory that it had. It is left alone if its strides differ from those of the bucket
         view, because the parameter's strides changed after DDP was constructed: an optimizer may
         iterate over both by address."""
+        self._alias(number, self.place(number))
+
+    def _alias(self, number: ParameterNumber, place: Tensor) -> None:
         parameter = self._parameters.all[number]
         gradient = parameter.grad
         is_plain = (
@@ -185,7 +190,7 @@ class BucketMemory:
             and _same_strides(gradient, self._parameters.strides[number])
         )
         if is_plain and number not in self.existing and number not in self.unseen:
-            parameter.grad = self.place(number)
+            parameter.grad = place
 
     def give_back(
         self,
@@ -279,5 +284,7 @@ class BucketMemory:
 
 
 def _same_strides(tensor: Tensor, strides: Sequence[int]) -> bool:
+    if tensor.stride() == strides:
+        return True
     sizes = zip(tensor.shape, tensor.stride(), strides, strict=True)
     return all(size == 1 or own == other for size, own, other in sizes)

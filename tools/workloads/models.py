@@ -269,6 +269,29 @@ def _clicks(size: Size, seed: int) -> Batch:
     return numbers, torch.randint(_entries(size), shape, generator=generator)
 
 
+class ManyParameters(nn.Module):
+    """Products with 200 matrices of 8 x 8: a step takes the host's time for parameters, and little
+    else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        matrices = [nn.Parameter(0.3 * torch.randn(8, 8)) for _ in range(200)]
+        self.matrices = nn.ParameterList(matrices)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        for matrix in self.matrices:
+            rows = torch.tanh(rows @ matrix)
+        return rows.square().mean()
+
+
+def _many_parameters(_: Size) -> nn.Module:
+    return ManyParameters()
+
+
+def _eights(_: Size, seed: int) -> Batch:
+    return (torch.randn(8, 8, generator=_generator(seed)),)
+
+
 MAKERS: dict[str, tuple[Callable[[Size], nn.Module], Callable[[Size, int], Batch]]] = {
     "gpt2": (_gpt2, _tokens),
     "bert": (_bert, _tokens),
@@ -279,18 +302,19 @@ MAKERS: dict[str, tuple[Callable[[Size], nn.Module], Callable[[Size, int], Batch
 }
 """Models that are compiled to one graph."""
 
-BROKEN: dict[str, tuple[Callable[[Size], nn.Module], Callable[[Size, int], Batch]]] = {
+SPECIAL: dict[str, tuple[Callable[[Size], nn.Module], Callable[[Size, int], Batch]]] = {
     "gpt2-broken": (_gpt2_broken, _tokens),
     "gpt2-broken-twice": (_gpt2_broken_twice, _tokens),
+    "many-parameters": (_many_parameters, _eights),
 }
-"""Models with graph breaks, to measure starts of."""
+"""Models for one question each: starts with graph breaks, and the host's time for parameters."""
 
 
 def subject(name: str, size: Size) -> Subject:
     """One of this file's models in a size, or a user's model.
 
     Args:
-        name: one of :data:`MAKERS` or :data:`BROKEN`, or ``module:factory``: see
+        name: one of :data:`MAKERS` or :data:`SPECIAL`, or ``module:factory``: see
             :func:`users_subject`.
         size: size of one of this file's models.
 
@@ -299,7 +323,7 @@ def subject(name: str, size: Size) -> Subject:
     """
     if ":" in name:
         return users_subject(name)
-    makers = MAKERS | BROKEN
+    makers = MAKERS | SPECIAL
     if name not in makers:
         choices = ", ".join(makers)
         raise ValueError(f"model must be one of {choices}, or module:factory, but is {name!r}.")
