@@ -100,7 +100,9 @@ buckets."""
 COLLECTIVE: Options = {"options": {"scaling": "collective"}}
 BUCKET: Options = {"options": {"scaling": "bucket"}}
 FLAG_CAP: Options = {"options": {"bucket_cap_mb": SMALL_MB, "first_bucket_cap_mb": SMALL_MB}}
-"""Options of ``FusionConfig``."""
+SHARDED: Options = {"options": {"shard_optimizer": True}, "modes": ("concat",)}
+"""Options of ``FusionConfig``. With the last one, a rank has the gradients of its own parameters;
+those of other ranks are compared too."""
 
 STAYS_LOCAL = ("are not all-reduced, as with eager DDP: its forward ran under no_sync",)
 MAY_STAY_LOCAL = ("are not all-reduced, as with eager DDP, if that raises no error: its forward",)
@@ -597,4 +599,20 @@ SCENARIOS = (
     on_two("optimizer-foreach", "loops:clipped", kind="foreach", **ROUNDS),
     on_two("optimizer-foreach-inside", "loops:clipped", kind="momentum", **INSIDE, **ROUNDS),
     on_two("optimizer-compiled", "loops:compiled_step", **ROUNDS),
+    # --- Optimizers that are divided by the ranks
+    plain("sharded", CONCAT, "concat/bf16", EACH_TORCH, **SHARDED, dtypes=ALL_DTYPES),
+    plain("sharded-inside", **SHARDED, **INSIDE),
+    plain("sharded-no-sync", CONCAT, **SHARDED, **KEPT, **TWO_BY_THREE),
+    plain("sharded-added", CONCAT, **SHARDED, **ADDED),
+    plain("sharded-tied", **SHARDED, model="tied"),
+    branches("sharded-unused", CONCAT, **SHARDED, takes=OTHERS, moves=True),
+    on_two("sharded-clipped", "loops:clipped", CONCAT, **SHARDED, kind="foreach", **ROUNDS),
+    on_two("sharded-fused", "loops:clipped", **SHARDED, kind="fused", **ROUNDS),
+    on_two("sharded-scaler", "precision:grad_scaler", CONCAT, **SHARDED, infinite_in=1),
+    on_two("sharded-compiled", "loops:compiled_step", **SHARDED, **ROUNDS),
+    on_two("sharded-instances", "instances:two_caps", **SHARDED),
+    on_two("sharded-deepcopy", "reducer:deepcopy", **SHARDED),
+    on_ranks("ddp-4", "sharded", "loops:plain", **SHARDED),
+    on_ranks("groups", "sharded", "instances:two_groups", **SHARDED),
+    tensor_parallel("sharded", **SHARDED, steps=2, sizes=(3, 5)),
 )

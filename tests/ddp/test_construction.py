@@ -366,9 +366,9 @@ def test_a_module_that_outlives_its_group_leaves_the_next_one_alone() -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     new = DistributedDataParallel(two_layers())
     weight = new.module[0].weight
-    assert reducers.owners()[id(weight)] == [(reducer_of(new), 0)]
+    assert reducers.gradients()[id(weight)] == [(reducer_of(new), 0)]
     del old
     gc.collect()
-    assert reducers.owners()[id(weight)] == [(reducer_of(new), 0)]
+    assert reducers.gradients()[id(weight)] == [(reducer_of(new), 0)]
     new(torch.ones(2, 4)).sum().backward()
     assert weight.grad is not None

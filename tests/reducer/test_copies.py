@@ -190,7 +190,7 @@ def test_a_graph_that_was_compiled_before_the_buckets_were_agreed_on() -> None:
         compiled(X, is_first=False).sum().backward()
     assert reasons(ddp, lambda: compiled(X, is_first=True).sum()) == {}
     found = reasons(ddp, lambda: compiled(X, is_first=False).sum())
-    assert set(found.values()) == {copies.ELSEWHERE}
+    assert set(found.values()) == {copies.OTHER_PIECES}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -250,7 +250,7 @@ def test_gradients_at_other_positions_than_they_were_compiled_for() -> None:
     made = CompiledForward
 
     def renumbered(destinations: Any, *args: Any) -> Any:
-        owners = destinations.owners
+        owners = destinations.gradients
         other = dict(zip(owners, [*owners.values()][::-1], strict=True))
         return made(dataclasses.replace(destinations, owners=other, _stored={}), *args)
 
