@@ -29,7 +29,7 @@ from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import reducer_of
 from fusion_passes.torch_private.autograd import hook_behind_accumulation, hooks_on_node
-from testing.fake_world import fake_world, two_layers
+from tests.support.fake_world import fake_world, two_layers
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ from fusion_passes.reducer import backward, copies
 from fusion_passes.reducer.compiled_forward import CompiledForward
 from fusion_passes.reducer.reducer import reducer_of
 from fusion_passes.torch_private.autograd import hooks_on_node
-from testing.fake_world import without_kernels
+from tests.support.fake_world import without_kernels
 
 pytestmark = pytest.mark.usefixtures("fused_rank")
 
