@@ -250,9 +250,9 @@ def test_gradients_at_other_positions_than_they_were_compiled_for() -> None:
     made = CompiledForward
 
     def renumbered(destinations: Any, *args: Any) -> Any:
-        owners = destinations.gradients
-        other = dict(zip(owners, [*owners.values()][::-1], strict=True))
-        return made(dataclasses.replace(destinations, owners=other, _stored={}), *args)
+        known = destinations.gradients
+        other = dict(zip(known, [*known.values()][::-1], strict=True))
+        return made(dataclasses.replace(destinations, gradients=other, _stored={}), *args)
 
     with mock.patch.object(backward, "CompiledForward", renumbered):
         found = reasons(ddp, lambda: compiled(X).sum(), 1)
