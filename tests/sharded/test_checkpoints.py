@@ -181,6 +181,19 @@ def test_another_number_of_ranks_can_resume(run_on_ranks: RUN, tmp_path: Path, r
 # --- torch.distributed.checkpoint.state_dict ------------------------------------------------------
 
 
+def begins() -> tuple[int, int]:
+    """The number of states that a new optimizer gets, which no step has made, and of parameters."""
+    ddp = wrapped(SHARDED, network())
+    optimizer = optimizer_of(ddp)
+    got = get_optimizer_state_dict(ddp, optimizer)
+    return len(got["state"]), len(list(ddp.parameters()))
+
+
+def test_states_that_are_made_for_loading_are_those_of_a_rank(run_on_ranks: RUN) -> None:
+    (first, every), (second, _) = run_on_ranks(2, begins)
+    assert first + second == every
+
+
 def exchanges(options: dict[str, Any]) -> int:
     """Get and set a state by these functions. Return the number of entries that this rank got."""
     with one_thread():

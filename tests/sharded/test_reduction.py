@@ -207,12 +207,37 @@ def test_a_step_keeps_no_state_of_others(world: None) -> None:
 
 
 def test_a_step_counts_as_one_on_all_ranks_for_autograd(world: None) -> None:
-    ddp = managed()
+    """Also for parameters that are large enough to be received where they lie."""
+    ddp = wrapped(SHARDED, two_layers(128))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    ddp(torch.ones(2, 4)).sum().backward()
+    ddp(torch.ones(2, 128)).sum().backward()
     before = [p._version for p in ddp.parameters()]
     optimizer.step()
     assert all(p._version > v for p, v in zip(ddp.parameters(), before, strict=True))
+
+
+class Detached(nn.Module):
+    """A head behind a body, whose output is not differentiated with the body's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = two_layers()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(x)
+        return hidden, self.head(hidden.detach())
+
+
+def test_averages_of_others_are_dropped_between_backwards_of_an_iteration(world: None) -> None:
+    ddp = wrapped(SHARDED, Detached(), bucket_cap_mb=16 / 2**20)
+    hidden, out = ddp(torch.ones(2, 4))
+    out.sum().backward()
+    elsewhere = [kind.owner == 1 for kind in reducer_of(ddp).parameters.kinds.values()]
+    assert elsewhere == [False, False, True, True]
+    assert [parameter.grad for parameter in ddp.module.head.parameters()] == [None, None]
+    hidden.sum().backward()
+    assert reducer_of(ddp).steps == 1
+    assert [parameter.grad is None for parameter in ddp.parameters()] == elsewhere
 
 
 def test_another_optimizer_sends_nothing(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
