@@ -17,16 +17,9 @@ ReduceMode: TypeAlias = Literal["concat", "coalesced"]
 FUSION_MODES: Final[tuple[FusionMode, ...]] = get_args(FusionMode)
 
 ScalingOption: TypeAlias = Literal["auto", "collective", "bucket"]
-SCALING_OPTIONS: Final[tuple[str, ...]] = get_args(ScalingOption)
-
 BackwardGraph: TypeAlias = Literal["auto", "aot_autograd", "compiled_autograd"]
-BACKWARD_GRAPHS: Final[tuple[str, ...]] = get_args(BackwardGraph)
-
 ReduceDtype: TypeAlias = Literal["bf16", "fp16"]
-REDUCE_DTYPES: Final[tuple[str, ...]] = get_args(ReduceDtype)
-
 MemoryOption: TypeAlias = Literal["plain", "registered"]
-MEMORY_OPTIONS: Final[tuple[str, ...]] = get_args(MemoryOption)
 
 ENVIRONMENT_VARIABLE: Final = "FUSION_PASSES_DDP_FUSION"
 """The environment variable that sets the default of ``ddp_fusion``: the name of a mode, or "" or
@@ -97,11 +90,11 @@ class FusionConfig:
     def __post_init__(self) -> None:
         if self.mode not in FUSION_MODES:
             raise ValueError(_unknown_mode("FusionConfig.mode", self.mode))
-        _check_choice("scaling", self.scaling, SCALING_OPTIONS)
-        _check_choice("backward_graph", self.backward_graph, BACKWARD_GRAPHS)
-        _check_choice("memory", self.memory, MEMORY_OPTIONS)
+        _check_choice("scaling", self.scaling, ScalingOption)
+        _check_choice("backward_graph", self.backward_graph, BackwardGraph)
+        _check_choice("memory", self.memory, MemoryOption)
         if self.reduce_dtype is not None:
-            _check_choice("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
+            _check_choice("reduce_dtype", self.reduce_dtype, ReduceDtype)
         if self.memory == "registered":
             self._check_sent_as_it_lies()
         if self.shard_optimizer is not False:
@@ -195,7 +188,8 @@ def _unknown_mode(option: str, value: object) -> str:
     )
 
 
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+def _check_choice(name: str, value: object, literal: object) -> None:
+    choices = get_args(literal)
     if value not in choices:
         raise ValueError(
             f"FusionConfig.{name} must be one of {', '.join(map(repr, choices))}, but is "

@@ -1,2 +1,1 @@
-"""Code that tests and tools share: models, trainings, a pool of ranks, readers of generated
-code."""
+"""Code that tests and tools share: models, trainings, a pool of ranks."""

@@ -115,7 +115,7 @@ def run_on_ranks(pool: RankPool) -> Callable[..., list[Any]]:
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     """A Gloo group of this process alone."""
-    from testing import fake_world
+    from tests.support import fake_world
 
     with fake_world.one_rank():
         yield

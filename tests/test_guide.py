@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fusion_passes.reducer import copies
-from testing.fake_world import fake_world
+from tests.support.fake_world import fake_world
 
 ROOT: Final = Path(__file__).parent.parent
 DOCS: Final = ROOT / "docs"

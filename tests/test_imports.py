@@ -72,7 +72,9 @@ def test_imports_point_one_way() -> None:
 
 
 def test_passes_never_import_each_other() -> None:
-    passes = {path for path in FILES if "(GraphPass)" in path.read_text()}
+    bases = ("(GraphPass)", "(FuseBuckets)")
+    passes = {path for path in FILES if any(base in path.read_text() for base in bases)}
+    passes -= {PACKAGE / "traced" / "rewrite.py"}  # The base of two passes.
     assert len(passes) > 3
     modules = {_module(path) for path in passes}
     for path in passes:

@@ -30,8 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
 from fusion_passes.torch_private.registered_memory import RegisteredMemory
-from testing.fake_world import fake_world, two_layers
 from testing.state import GLOBALS, Lifetime, of_lifetimes, value_of
+from tests.support.fake_world import fake_world, two_layers
 from tests.support.registrations import Backend, Group, on_the_host
 
 MODULES = [

@@ -31,11 +31,16 @@ WITH_PARTS: Final = (
 """Rooms and files that also return and keep strings that become a part of a message, or a reason in
 the report."""
 
+ERRORS: Final = "Errors"
+
 PARTS: Final = "Reasons and parts"
+
+OF_ERRORS: Final = "reducer/errors.py"
+"""A file whose functions return the texts of errors."""
 
 KINDS: Final = {
     "Warnings": re.compile("warn_once"),
-    "Errors": re.compile(r"\w+Error|raise_as_ddp"),
+    ERRORS: re.compile(r"\w+Error|raise_as_ddp"),
     "In the log and on the screen": re.compile("warning|info|print|exit"),
     PARTS: re.compile("append"),
 }
@@ -106,6 +111,7 @@ def page() -> str:
         has_parts = not rooms.isdisjoint(WITH_PARTS)
         is_for_users = has_parts or rooms.isdisjoint(NOT_FOR_USERS)
         for kind, text in messages(tree, names) if is_for_users else ():
+            kind = ERRORS if kind == PARTS and OF_ERRORS in rooms else kind  # noqa: PLW2901
             is_long = len(text.replace(UNKNOWN, "")) >= SHORTEST and " " in text
             if is_long and "\n\n" not in text and (kind != PARTS or has_parts):
                 found[kind].add(" ".join(text.split()))

@@ -88,7 +88,7 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig, label: st
         remove_handles(reducer.hooks.handles)
         raise
     if old is not None:
-        remove_hooks(old)
+        detach_reducer(old)
     if isinstance(communication, AllReduce):
         communication.group, communication.backend = group, backend
     setattr(ddp, STATE, State.IDLE)
@@ -132,7 +132,7 @@ def name_in_graphs(reducer: Reducer) -> str:
     return f"{module.group.group_name}/{module.label.partition(' (')[0].replace(' ', '').lower()}"
 
 
-def remove_hooks(reducer: Reducer) -> None:
+def detach_reducer(reducer: Reducer) -> None:
     """End the work of a reducer: its module gets another one, or none."""
     reducers.discard(reducer)
     if reducer.record.when_freed is not None:
@@ -148,11 +148,11 @@ def remove_handles(handles: list[Any]) -> None:
     handles.clear()
 
 
-def discard(ddp: DistributedDataParallel) -> None:
+def undo_attachment(ddp: DistributedDataParallel) -> None:
     """Remove the hooks and the reducer of a module whose constructor fails."""
     remove_handles(hooks_of_reducer(ddp))
     if REDUCER in ddp.__dict__:
-        remove_hooks(ddp.__dict__.pop(REDUCER))
+        detach_reducer(ddp.__dict__.pop(REDUCER))
 
 
 # --- Parameters and caps --------------------------------------------------------------------------

@@ -30,8 +30,8 @@ BUFFERS_IN: Final = "_ddp_fusion_buffers_in"
 it, else ``None``."""
 
 BEGINS_GRAPH: Final = "_ddp_fusion_begins_graph"
-"""Attribute of a managed module: whether Dynamo must begin the graph of its wrapped module around
-the module's forward, because it begins none in that forward."""
+"""Attribute of a managed module: whether Dynamo skips the forward of the wrapped module, so that
+its graph must begin in a function that calls it."""
 
 RANGE: Final = "DistributedDataParallel.forward"
 """Name of the profiler range in which eager DDP runs its forward."""
@@ -57,7 +57,7 @@ class ManagedForward(DistributedDataParallel):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Broadcast buffers, and move inputs to the module's device."""
         if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
-            refuse_unfinished(self)
+            check_finished(self)
         if is_joining(self):
             _begin_step(self)
         elif sends_buffers(self):
@@ -92,7 +92,7 @@ class ManagedForward(DistributedDataParallel):
         return output
 
 
-def refuse_unfinished(ddp: DistributedDataParallel) -> None:
+def check_finished(ddp: DistributedDataParallel) -> None:
     """Raise the error that an unfinished backward has left, if any, unless this runs under
     ``no_sync``. Where Dynamo traces the forward, the next backward raises it instead."""
     reducer = reducer_of(ddp)

@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from fusion_passes.config import FusionConfig
 from fusion_passes.ddp.attachment import (
     attach_reducer,
-    discard,
+    detach_reducer,
     refuse_memory,
     remove_handles,
-    remove_hooks,
     settings_of,
+    undo_attachment,
 )
 from fusion_passes.ddp.comm_hooks import (
     accept_comm_hook,
@@ -29,7 +29,7 @@ from fusion_passes.ddp.comm_hooks import (
 from fusion_passes.ddp.forward import (
     ManagedForward,
     broadcast_buffers,
-    refuse_unfinished,
+    check_finished,
     sends_buffers,
 )
 from fusion_passes.ddp.own_reducer import refuse_if_sharded, warn_own_reducer
@@ -60,7 +60,7 @@ from fusion_passes.torch_private.process_groups import backend_name
 
 
 class ManagedDDP(ManagedForward):
-    """The methods of a managed module that replace DDP's: see :func:`_attach`."""
+    """The methods of a managed module that replace DDP's: see :func:`_give_methods`."""
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Average as a known hook of :data:`SENT_AS` would. Call any other hook with the module's
@@ -87,7 +87,7 @@ class ManagedDDP(ManagedForward):
         register_buffer_comm_hook(self, *args, **kwargs)
 
     def _check_and_sync_module_buffers(self) -> None:
-        refuse_unfinished(self)
+        check_finished(self)
         if sends_buffers(self):
             broadcast_buffers(self, common_rank(self, is_candidate=False))
 
@@ -175,7 +175,7 @@ class IdleCppReducer:
     def _remove_autograd_hooks(self) -> None:
         ddp = self._ddp()
         assert ddp is not None, "it is asked to"
-        remove_hooks(reducer_of(ddp))
+        detach_reducer(reducer_of(ddp))
 
     def _rebuild_buckets(self) -> bool:
         return False
@@ -233,9 +233,9 @@ def manage_by_reducer(
             reducer.record.decision = ("the buckets of a copy are filled up to caps",)
         elif config.mode == "auto":
             reducers.learn_layout(reducer)
-        _attach(ddp)
+        _give_methods(ddp)
     except BaseException:
-        discard(ddp)
+        undo_attachment(ddp)
         raise
 
 
@@ -251,14 +251,14 @@ def hand_over(ddp: DistributedDataParallel, reason: str) -> None:
     ddp.__class__ = _users_class(ddp)
     for name in _REPLACED:
         ddp.__dict__.pop(name, None)
-    remove_hooks(ddp.__dict__.pop(REDUCER))
+    detach_reducer(ddp.__dict__.pop(REDUCER))
     give_own_reducer(ddp)
     for hook, state in comm_hooks(ddp):
         register_with_reducer(ddp, hook, state)
     warn_own_reducer(ddp, reason)
 
 
-def _attach(ddp: DistributedDataParallel) -> None:
+def _give_methods(ddp: DistributedDataParallel) -> None:
     """Give a module the methods of :class:`ManagedDDP`.
 
     If the user's class overrides some of these methods, its overrides must run first and reach
@@ -334,15 +334,17 @@ def _restore(ddp: DistributedDataParallel, state: dict[str, Any]) -> None:
 
 def logging_data(reducer: Reducer) -> dict[str, Any]:
     """The fields that DDP's C++ reducer would have written into the logging data, except times,
-    which are not measured. Sparse gradients do not lie in buckets, and are left out."""
+    which are not measured. The order of gradients is that of the buckets. Sparse gradients do not
+    lie in buckets, and are left out."""
     layout, parameters = reducer.assignment.layout, reducer.parameters.all
     is_final = reducer.assignment.is_fixed
     buckets = [b.numbers for b in layout.buckets if not b.is_sparse] if is_final else []
     sizes = [sum(parameters[number].nbytes for number in bucket) for bucket in buckets]
     order = [number for bucket in buckets for number in bucket]
+    unused = () if reducer.record.copies is None else reducer.record.copies.unused
     return {
         "iteration": reducer.steps,
-        "unused_parameter_size": 0,
+        "unused_parameter_size": sum(parameters[n].nbytes for n in unused),
         "has_rebuilt_buckets": int(is_final),
         "num_buckets_reduced": len(buckets),
         "rebuilt_bucket_sizes": ", ".join(map(str, sizes)),

@@ -24,13 +24,11 @@ SHAPING: Final = (
     "config.py",
     "graph/*.py",
     "layout/*.py",
+    "reducer/communication.py",
     "reducer/operators.py",
     "reducer/scaling.py",
     "stored/*.py",
-    "torch_private/__init__.py",
-    "torch_private/autograd.py",
-    "torch_private/inductor.py",
-    "torch_private/older_torch.py",
+    "torch_private/*.py",
     "traced/*.py",
 )
 """The files that decide what graphs and generated code look like: all that the passes and the

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.config import FusionConfig
-from fusion_passes.ddp.attachment import discard
+from fusion_passes.ddp.attachment import undo_attachment
 from fusion_passes.ddp.module import manage_by_reducer
 from fusion_passes.ddp.own_reducer import (
     check_supported,
@@ -78,7 +78,7 @@ def _keep_in_step(
         bound.arguments.pop(name, None)
     with contextlib.suppress(Exception), _python_reducer():
         original(*bound.args, **bound.kwargs)
-        discard(ddp)
+        undo_attachment(ddp)
 
 
 _DELAY: Final = ("delay_all_reduce_named_params", "param_to_hook_all_reduce")

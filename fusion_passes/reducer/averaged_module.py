@@ -27,11 +27,18 @@ class State(enum.Enum):
                                             v   |
                                          UNFINISHED -- forward --> RuntimeError
 
-    The module's forward moves it to EXPECTED, outside of ``no_sync`` and with gradients enabled.
-    The reducer does everything else: RUNNING before the engine runs (or with the first gradient, if
-    the package was not called then), IDLE when it finalizes, and UNFINISHED after the engine has
-    run. The thread that called the backward finalizes, on the stream that is current there: in a
-    callback at the end of the engine's run, or right after it.
+    To EXPECTED: ``_post_forward`` of the module, outside of ``no_sync`` and with gradients enabled;
+    ``prepare_for_backward``, which pipelining calls; ``Reducer.expect_more``; and
+    ``Reducer._leave_unfinished``, if no gradient was received. To RUNNING:
+    ``Reducer.begin_backward`` before the engine runs, or ``Reducer.accumulated`` with the first
+    gradient of a backward that was not walked; ``Reducer.reduce_zeros``, with ``join``. To IDLE:
+    ``Reducer.finalize`` and ``end_traced_backward``. To UNFINISHED: ``Reducer._leave_unfinished``,
+    after the engine has run.
+
+    An iteration is usually finalized in a callback at the end of the engine's run: in the thread
+    that ran the last node, which is autograd's own thread if the module is on an accelerator, and
+    on the streams that were current where the backward was called. Otherwise it is finalized right
+    after the engine's run, in the thread that called the backward.
     """
 
     IDLE = "idle"
@@ -72,9 +79,9 @@ class AveragedModule:
             setattr(ddp, STATE, state)
 
     @property
-    def is_expecting(self) -> bool:
-        """Whether the next gradients are averaged."""
-        return self.state is not State.IDLE
+    def is_idle(self) -> bool:
+        """Whether gradients that come next stay on this rank."""
+        return self.state is State.IDLE
 
     def refuse(self, text: str) -> NoReturn:
         """Raise a :class:`RefusedGradientError` as the module's own error."""

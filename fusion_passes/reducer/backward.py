@@ -9,6 +9,7 @@ node marks all other gradients ready, as in DDP.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -53,14 +54,14 @@ class Route:
         reached: the parameters of expecting reducers that the backward reaches, by reducer and
             number, each with the reason why its gradient is not final; empty if it is.
         destinations: of each compiled forward, in the order of the walk.
-        has_others: whether it reaches leaves that none, or several, of these reducers own.
-        nobodys: the leaves that it reaches and no reducer owns.
+        has_others: whether it reaches leaves that none, or several, of these reducers average.
+        unowned: the leaves that it reaches and no reducer averages.
     """
 
     reached: ReachedNumbers = field(default_factory=dict)
     destinations: list[Destinations] = field(default_factory=list)
     has_others: bool = False
-    nobodys: list[Tensor] = field(default_factory=list)
+    unowned: list[Tensor] = field(default_factory=list)
 
 
 _MOST_ROUTES: Final = 256
@@ -118,12 +119,12 @@ class Reducers:
         on_rounded: called with a module whose gradients were rounded to the dtype of their buckets.
         on_averaged: called with each backward that has averaged modules.
         on_unowned: called with the tensors that such a backward reaches, and no reducer has.
-        on_change: called when there is a reducer more, or one less.
+        on_change: called when a reducer is added or removed.
         on_backward: called before each backward that accumulates gradients.
         shard: called with the label, the parameters and the communication of a new DDP module with
             the option ``shard_optimizer``; returns what takes the place of the last two.
         learn_layout: called with a new module of the mode ``"auto"``.
-        report_when_freed: called with a DDP module and its new reducer; returns what ends that.
+        report_when_freed: called with a DDP module and its new reducer; returns the finalizer.
         version: how often a reducer was added.
         hooks: the hooks of others.
     """
@@ -145,6 +146,8 @@ class Reducers:
     hooks: HooksOfOthers = field(init=False)
     _walker: Walker = field(default_factory=Walker)
     _routes: dict[tuple[Any, ...], Route] = field(default_factory=dict)
+    _unseen: dict[int, set[int]] = field(default_factory=dict)
+    """The ids of the reducers that take part in a backward that was not walked, by backward."""
 
     def __post_init__(self) -> None:
         self.hooks = HooksOfOthers(self._nodes)
@@ -188,8 +191,9 @@ class Reducers:
         found = [ref() for ref in self._all]
         return [reducer for reducer in found if reducer is not None]
 
-    def owners(self) -> dict[int, list[Gradient]]:
-        """Whose gradients those of the trained parameters are, by the parameters' ids."""
+    def gradients(self) -> dict[int, list[Gradient]]:
+        """The gradients that reducers average, by the ids of the parameters: a parameter may belong
+        to several modules."""
         found: dict[int, list[Gradient]] = {}
         for reducer in self.alive():
             parameters = reducer.parameters.all
@@ -237,17 +241,30 @@ class Reducers:
 
         If other modules share its process group, its buckets are launched at the end of the
         backward, because the gradients of such modules may arrive in another order on each rank."""
-        if len(self.running) > 1 or not self.running:
-            after_backward(reducer.end_backward if self.running else reducer.end_unseen_backward)
-            return
-        run = reducer.backward = self.running[0]
         reducer.queue.is_at_end = any(
             each is not reducer and each.module.group is reducer.module.group
             for each in self.alive()
         )
+        if not self.running:
+            backward = backward_id()
+            if backward not in self._unseen:
+                after_backward(functools.partial(self._end_unseen, backward))
+            self._unseen.setdefault(backward, set()).add(id(reducer))
+            return
+        if len(self.running) > 1:
+            after_backward(reducer.end_backward)
+            return
+        run = reducer.backward = self.running[0]
         run.taking_part = [
             r for r in reversed(self.alive()) if r is reducer or r in run.taking_part
         ]
+
+    def _end_unseen(self, backward: int) -> None:
+        """End a backward that was not walked, in the launch order of the modules."""
+        took_part = self._unseen.pop(backward)
+        for reducer in reversed(self.alive()):
+            if id(reducer) in took_part:
+                reducer.end_unseen_backward()
 
     def _begin(
         self, run: RunningBackward, outputs: Sequence[Any], *args: Any, **kw: Any
@@ -256,17 +273,19 @@ class Reducers:
         its compiled forwards."""
         run.keeps_graph = bool(args[1] if len(args) > 1 else kw.get("retain_graph", False))
         idle = [r for r in self.alive() if r.backward is None]
-        expecting = {r for r in idle if r.module.is_expecting}
+        expecting = {r for r in idle if not r.module.is_idle}
         others = {r for r in idle if r.outputs.entered or r.outputs.has_spent}
         if not expecting and not others:
             return []
         run.creates_graph = bool(args[2] if len(args) > 2 else kw.get("create_graph", False))
         run.only_some = bool(args[3] if len(args) > 3 else kw.get("inputs", False))
-        _ = self.hooks.found  # It may refuse what there is.
+        self.hooks.refresh()
         found = self._walker.walk(outputs, with_entries=run.keeps_graph or bool(others))
         for reducer in expecting | others:
             if reducer.outputs.spend(found.nodes, keeps_graph=run.keeps_graph):
-                reducer.module.refuse(second_backward(reducer.module.label))
+                text = second_backward(reducer.module.label)
+                reducer.failures.leave(reducer.steps, text)
+                reducer.module.refuse(text)
         for reducer in expecting:
             if not reducer.has_begun:  # There was another forward.
                 reducer.outputs.entered.clear()
@@ -286,12 +305,12 @@ class Reducers:
 
     def _nodes(self) -> Iterator[tuple[str, nn.Parameter, Any, int]]:
         """Name, AccumulateGrad node and number of reducers of each parameter of each module."""
-        owners = self.owners()
+        averaged = self.gradients()
         for reducer in self.alive():
             known = reducer.parameters
             for number, node in reducer.hooks.nodes.items():
                 parameter = known.all[number]
-                yield known.names[number], parameter, node, len(owners[id(parameter)])
+                yield known.names[number], parameter, node, len(averaged[id(parameter)])
 
     def _route(self, found: Reached, expecting: Collection[Reducer], why: str) -> Route:
         """The route of a backward. If it reaches the same parameters as an earlier backward, from
@@ -302,47 +321,47 @@ class Reducers:
         if route is None:
             route = self._find_route(found, expecting, why)
             # A leaf that no reducer owns may be an input, another one in each step.
-            if not (found.uncompiled and route.nobodys):
+            if not (found.uncompiled and route.unowned):
                 if len(self._routes) >= _MOST_ROUTES:
                     self._routes.clear()
                 self._routes[key] = route
-        if route.nobodys:
-            self.on_unowned(route.nobodys)
+        if route.unowned:
+            self.on_unowned(route.unowned)
         return route
 
     def _find_route(self, found: Reached, expecting: Collection[Reducer], why: str) -> Route:
         """Find the route of a backward. ``why``: the reason why no gradient is final, if any."""
-        route, owner_of = Route(), dict[int, Gradient]()
-        all_owners, edges = self.owners(), found.edges()
+        route, gradient_of = Route(), dict[int, Gradient]()
+        all_gradients, edges = self.gradients(), found.edges()
         uncompiled = {id(node.variable) for node in found.uncompiled}
         for node, count in edges.values():
             leaf = node.variable
-            every = all_owners.get(id(leaf), ())
-            owners = [item for item in every if item[0] in expecting]
+            every = all_gradients.get(id(leaf), ())
+            averaged = [item for item in every if item[0] in expecting]
             if not every:
-                route.nobodys.append(leaf)
+                route.unowned.append(leaf)
             not_final = why
-            if len(owners) > 1:
+            if len(averaged) > 1:
                 not_final = not_final or SHARED
             elif id(leaf) in uncompiled:
                 not_final = not_final or (NOT_COMPILED if count == 1 else SEVERAL)
-            for reducer, number in owners:
+            for reducer, number in averaged:
                 reducer.hooks.follow(number, node)
                 once = reducer.used.is_accumulated_once(number)
                 once = once and number not in reducer.parameters.delayed
                 route.reached.setdefault(reducer, {})[number] = not_final if once else SEVERAL
-            if len(owners) == 1:
-                owner_of[id(leaf)] = owners[0]
+            if len(averaged) == 1:
+                gradient_of[id(leaf)] = averaged[0]
             else:
                 route.has_others = True
         for leaves in found.compiled.values():
             pairs = zip(leaves.positions, leaves.nodes, strict=True)
-            nodes = {p: node for p, node in pairs if id(node.variable) in owner_of}
-            owners_of_it = {p: owner_of[id(node.variable)] for p, node in nodes.items()}
-            final = [p for p, (owner, n) in owners_of_it.items() if not route.reached[owner][n]]
+            nodes = {p: node for p, node in pairs if id(node.variable) in gradient_of}
+            gradients = {p: gradient_of[id(node.variable)] for p, node in nodes.items()}
+            final = [p for p, (reducer, n) in gradients.items() if not route.reached[reducer][n]]
             route.destinations.append(
                 Destinations(
-                    owners_of_it,
+                    gradients,
                     frozenset(final),
                     {p: edges[id(node.variable)][1] for p, node in nodes.items()},
                     [nodes[p] for p in final],
@@ -355,18 +374,18 @@ class Reducers:
         nodes = []
         partial_sums: dict[Gradient, list[Tensor]] = {}
         for node, destinations in zip(compiled, route.destinations, strict=True):
-            if destinations.owners and node not in self.compiled:
+            if destinations.gradients and node not in self.compiled:
                 self.compiled[node] = CompiledForward(destinations, partial_sums)
                 nodes.append(node)
         return nodes
 
     def forget_routes(self) -> None:
-        """Forget routes and what walks have seen: there is a module more, or one less."""
+        """Forget routes and what walks have seen: a module was added or freed."""
         self._routes.clear()
         self._walker.forget()
 
     def _end(self, run: RunningBackward) -> None:
-        errors: list[BaseException] = []
+        first: BaseException | None = None
         for each in run.taking_part:
             each.backward = None
         for each in run.taking_part:
@@ -377,10 +396,12 @@ class Reducers:
                     each.end_backward()
             except BaseException as error:  # noqa: BLE001  The others must end too.
                 said = note_of_other_rank([each], error)
+                if said is not None:
+                    said.__cause__ = error
                 each.fail_backward(said or error)
-                errors.append(said or error)
-        if errors:
-            raise errors[0]
+                first = first or said or error
+        if first is not None:
+            raise first
         self._tell_listeners(run)
 
     def _tell_listeners(self, run: RunningBackward) -> None:

@@ -3,6 +3,7 @@ calls a communication hook instead."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -15,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from fusion_passes.config import ScalingOption
 from fusion_passes.layout.layout import Bucket, BucketIndex, ParameterNumber
-from fusion_passes.reducer.scaling import averages, sent_dtype
+from fusion_passes.reducer.scaling import collective_averages, smaller_dtype
 from fusion_passes.torch_private.autograd import version_of_tensor
 from fusion_passes.torch_private.ddp import BuiltinCommHookType
 from fusion_passes.torch_private.process_groups import (
@@ -30,8 +31,8 @@ Wait: TypeAlias = Callable[[], None]
 """Waits for a launched bucket. When the call returns, the bucket's memory holds the average."""
 
 
-class Sends:
-    """Sends buckets in some way; what a reducer tells it, and asks of it, beside the launches.
+class Communication(ABC):
+    """How the buckets of a module are sent.
 
     Attributes:
         elsewhere: parameters whose average other ranks keep: their ``.grad`` becomes ``None``.
@@ -39,15 +40,30 @@ class Sends:
 
     elsewhere: frozenset[ParameterNumber] = frozenset()
 
-    def note_local(self, number: ParameterNumber) -> None:
+    @abstractmethod
+    def launch(self, bucket: Bucket, memory: Tensor, name: str = "") -> Wait:
+        """Send a bucket, and return the function that waits for it. The gradients lie in
+        ``memory``, ``[bucket.numel]``, one behind the other, and their averages lie there after the
+        wait. A profiler records the launch under ``name``."""
+
+    @abstractmethod
+    def scaling(self, dtype: torch.dtype) -> str:
+        """Where gradients of a dtype are divided by the number of ranks: a key of
+        :data:`fusion_passes.reporting.table.SCALED`."""
+
+    @abstractmethod
+    def sent_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients of a dtype are sent, as far as it is known."""
+
+    def note_local(self, number: ParameterNumber) -> None:  # noqa: B027 - optional
         """Handle a gradient that was accumulated in ``.grad`` and is not averaged now."""
 
-    def end_iteration(self) -> None:
+    def end_iteration(self) -> None:  # noqa: B027 - optional
         """Handle the end of an iteration: ``.grad`` holds averages."""
 
 
 @dataclass
-class AllReduce(Sends):
+class AllReduce(Communication):
     """Averages each bucket by an all-reduce.
 
     Attributes:
@@ -66,35 +82,32 @@ class AllReduce(Sends):
     count_ranks: Callable[[], float] | None = None
 
     def launch(self, bucket: Bucket, memory: Tensor, name: str = "") -> Wait:
-        """Launch the all-reduce of a bucket, and return the function that waits for it. The
-        gradients lie in ``memory``, ``[bucket.numel]``, one behind the other. A profiler records
-        the launch under ``name``."""
         divisor = self.divisor()
         if self.sent_dtype(memory.dtype) != memory.dtype.to_real():
-            return self._launch_smaller(memory, divisor, name)
+            return self._launch_smaller(bucket, memory, divisor, name)
+        is_averaged = self.count_ranks is None and self.averages(memory.dtype)
+        if not is_averaged and self.group.size() > 1:
+            _real(memory).div_(divisor)
+        operation = dist.ReduceOp.AVG if is_averaged else dist.ReduceOp.SUM
+        return self._begin(bucket, memory, operation, name)
+
+    def _begin(self, bucket: Bucket, memory: Tensor, operation: Any, name: str) -> Wait:
         if self.group.size() == 1:
             return nothing
-        real = torch.view_as_real(memory) if memory.is_complex() else memory
-        is_averaged = self.count_ranks is None and self.averages(memory.dtype)
-        if not is_averaged:
-            real.div_(divisor)
-        operation = dist.ReduceOp.AVG if is_averaged else dist.ReduceOp.SUM
         # On a GPU, a range in a profile spans the kernels launched in it: the collective alone.
         with range_in_profile(f"{name} launch"):
             if self.is_coalesced:
                 ends = [*bucket.offsets[1:], bucket.numel]
                 gradients = [memory[a:b] for a, b in zip(bucket.offsets, ends, strict=True)]
-                parts = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
+                parts = [_real(gradient) for gradient in gradients]
                 return begin_all_reduce_coalesced(self.group, parts, operation)
-            return begin_all_reduce(self.group, real, operation)
+            return begin_all_reduce(self.group, _real(memory), operation)
 
     def divisor(self) -> float:
         """The divisor of the gradients in this backward."""
         return self.group.size() if self.count_ranks is None else self.count_ranks()
 
     def scaling(self, dtype: torch.dtype) -> str:
-        """Where gradients of a dtype are divided by the number of ranks: a key of
-        :data:`fusion_passes.reporting.table.SCALED`."""
         if self.group.size() == 1:
             return "none"
         if self.sent_dtype(dtype) != dtype.to_real():
@@ -102,28 +115,24 @@ class AllReduce(Sends):
         return "collective" if self.averages(dtype) else "bucket"
 
     def sent_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of a dtype are sent."""
-        return sent_dtype(dtype, self.dtype).to_real()
+        return smaller_dtype(dtype, self.dtype).to_real()
 
     def averages(self, dtype: torch.dtype) -> bool:
         """Whether the collective averages gradients of this dtype, if all ranks have inputs;
         otherwise it sums them."""
         sent = self.sent_dtype(dtype)
-        return sent == dtype.to_real() and averages(
+        return sent == dtype.to_real() and collective_averages(
             self.backend, sent, self.group.size(), self.scaling_option
         )
 
-    def _launch_smaller(self, memory: Tensor, divisor: float, name: str) -> Wait:
+    def _launch_smaller(self, bucket: Bucket, memory: Tensor, divisor: float, name: str) -> Wait:
         """Launch the all-reduce of a copy in the smaller dtype. Divide before the sum in fp16,
         which has a small range, otherwise after it, in the bucket's wider dtype."""
         is_divided_first = self.dtype == torch.float16
         if is_divided_first:
             memory.div_(divisor)
         sent = memory.to(self.dtype)
-        wait_for_sent: Wait = nothing
-        if self.group.size() > 1:
-            with range_in_profile(f"{name} launch"):
-                wait_for_sent = begin_all_reduce(self.group, sent, dist.ReduceOp.SUM)
+        wait_for_sent = self._begin(bucket, sent, dist.ReduceOp.SUM, name)
 
         def wait() -> None:
             wait_for_sent()
@@ -134,6 +143,10 @@ class AllReduce(Sends):
                 memory.div_(divisor)
 
         return wait
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def nothing() -> None:
@@ -221,7 +234,7 @@ class GradBucket:
 
 
 @dataclass
-class HookCall(Sends):
+class HookCall(Communication):
     """Calls a communication hook with its state and each bucket. ``order`` returns the indices of
     the buckets that the hook is called with, in launch order."""
 
@@ -270,8 +283,7 @@ class HookCall(Sends):
         return "hook"
 
     def sent_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the gradients. Only the hook knows in which dtype it sends them."""
-        return dtype
+        return dtype  # Only the hook knows in which dtype it sends gradients.
 
     def _check(
         self,
@@ -295,10 +307,6 @@ class HookCall(Sends):
                 "have to read them. Change them after the backward, or set ddp_fusion = None "
                 "before the module is constructed."
             )
-
-
-Communication: TypeAlias = AllReduce | HookCall
-"""How a module's buckets are sent."""
 
 
 def name_of_hook(hook: object) -> str:

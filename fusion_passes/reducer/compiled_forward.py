@@ -16,7 +16,7 @@ from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.torch_private.autograd import accumulates_in, backward_id
 
 Gradient: TypeAlias = tuple[Reducer, ParameterNumber]
-"""The owner of a gradient: the reducer, and the number of the parameter there."""
+"""A gradient that is averaged: the reducer, and the number of the parameter there."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class Destinations:
     same parameters.
 
     Attributes:
-        owners: the owner of each input's gradient, by position.
+        gradients: the gradient of each input, by position.
         final: positions of the inputs to whose gradients only compiled forwards contribute.
         contributions: how many compiled forwards contribute to the gradient, by position.
         nodes: the AccumulateGrad nodes of the final inputs.
     """
 
-    owners: Mapping[InputPosition, Gradient]
+    gradients: Mapping[InputPosition, Gradient]
     final: frozenset[InputPosition]
     contributions: Mapping[InputPosition, int]
     nodes: Sequence[Any]
@@ -73,7 +73,7 @@ class Destinations:
         self, positions: tuple[InputPosition, ...], offsets: tuple[Offset, ...], numel: int
     ) -> tuple[Stored | None, str]:
         """The gradients at these positions, which lie at these offsets in a buffer, if one buffer
-        can hold them; else ``None``, and the reason, for gradients that are final."""
+        can hold them; else ``None``, and the reason."""
         key = positions, offsets, numel
         if key not in self._stored:
             self._stored[key] = self._find(*key)
@@ -84,12 +84,12 @@ class Destinations:
     ) -> tuple[Stored | None, str]:
         if not self.final.issuperset(positions):
             return None, BESIDE
-        owners = [self.owners[position] for position in positions]
+        gradients = [self.gradients[position] for position in positions]
         contributions = {self.contributions[position] for position in positions}
-        reducer = owners[0][0]
-        if len(contributions) > 1 or any(owner is not reducer for owner, _ in owners):
+        reducer = gradients[0][0]
+        if len(contributions) > 1 or any(each is not reducer for each, _ in gradients):
             return None, SEVERAL
-        numbers = tuple(number for _, number in owners)
+        numbers = tuple(number for _, number in gradients)
         stored = Stored(reducer, numbers, offsets, numel, contributions.pop())
         return (stored, "") if stored.has_sizes_of_parameters else (None, RENUMBERED)
 
@@ -135,8 +135,8 @@ class CompiledForward:
         key = tuple(positions)
         stored, why = self.destinations.of(key, tuple(offsets), numel)
         if stored is None:
-            for position in self.destinations.owners.keys() & positions:
-                reducer, number = self.destinations.owners[position]
+            for position in self.destinations.gradients.keys() & positions:
+                reducer, number = self.destinations.gradients[position]
                 is_single = why == SEVERAL and self.destinations.contributions[position] == 1
                 _note_no_memory(reducer, number, BESIDE if is_single else why)
             return None
@@ -196,7 +196,7 @@ class CompiledForward:
             # these, and launch the bucket before the model's own collectives that come later.
             now.mark_stored(numbers, stored_apart=stored.gradients(memory))
             return
-        copies = [self.destinations.owners[position][1] for position in copied]
+        copies = [self.destinations.gradients[position][1] for position in copied]
         now.mark_stored(numbers, is_sum=is_sum, copied=copies, why=why)
 
 

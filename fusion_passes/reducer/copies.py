@@ -26,7 +26,7 @@ ANOMALY: Final = "torch.autograd.detect_anomaly checks each gradient of this ran
 SOME_INPUTS: Final = "the backward was called with inputs="
 SHARED: Final = "several DistributedDataParallel modules average it"
 BESIDE: Final = "it is written in one piece with a gradient that has to be copied"
-ELSEWHERE: Final = (
+OTHER_PIECES: Final = (
     "this graph was compiled before the buckets were rebuilt, and groups gradients differently: it "
     "is stored after a recompile"
 )
@@ -76,7 +76,7 @@ class Copies:
     is_first: bool = False
     is_unseen: bool = False
 
-    def refuse(self, numbers: Iterable[ParameterNumber], why: str) -> None:
+    def note_no_memory(self, numbers: Iterable[ParameterNumber], why: str) -> None:
         """Note why a graph gets no bucket memory for these gradients."""
         self.refused.update(dict.fromkeys(numbers, why))
 

@@ -39,13 +39,18 @@ class HooksOfOthers:
     @property
     def found(self) -> Mapping[int, str]:
         """The parameters whose node has hooks of others, or may have some, by id, each with a
-        reason for the report that says which of the two it is.
+        reason for the report that says which of the two it is. Calls :meth:`refresh`."""
+        self.refresh()
+        return self._found
+
+    def refresh(self) -> None:
+        """Ask all nodes, if a hook was registered since they were asked.
 
         Raises:
             ValueError: a parameter has an optimizer that runs in the backward.
         """
         if self._found_by is registers_hooks():
-            return self._found
+            return
         found = dict[int, str]()
         for name, parameter, node, num_owners in self._nodes():
             why = _why(node, num_owners)
@@ -54,7 +59,6 @@ class HooksOfOthers:
                 found[id(parameter)] = why
         self._found, self._found_by = found, registers_hooks()
         self.are_none = not found
-        return found
 
     def forget(self) -> None:
         """Ask all nodes again: a hook may have been registered."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from fusion_passes.layout.layout import Offset, ParameterNumber, Piece
 from fusion_passes.reducer.assignment import BucketAssignment
 from fusion_passes.reducer.averaged_module import AveragedModule
-from fusion_passes.reducer.copies import CONVERTED, ELSEWHERE, UNALIGNED, Copies
+from fusion_passes.reducer.copies import CONVERTED, OTHER_PIECES, UNALIGNED, Copies
 from fusion_passes.reducer.errors import late_hook, repeated_gradients
 from fusion_passes.reducer.hooks import ParameterHooks
 from fusion_passes.reducer.launch_queue import LaunchQueue
@@ -24,9 +24,7 @@ from fusion_passes.reducer.used_parameters import AllUsed
 from fusion_passes.torch_private.autograd import tensor_in
 
 _ALIGNED_BYTES: Final = 16
-"""The alignment that generated code assumes for the memory that an operator returns. A graph that
-is compiled for a fixed layout assumes more: :data:`fusion_passes.layout.layout.ALIGNMENT` elements.
-"""
+"""The alignment that generated code assumes for the memory that an operator returns."""
 
 
 @dataclass(eq=False)
@@ -61,7 +59,7 @@ class Iteration:
     def gives_memory(self) -> bool:
         """Whether compiled backwards store into the buckets now."""
         is_fixed = self._assignment.is_fixed and not self._used.launches_after_backward
-        return is_fixed and self._module.is_expecting
+        return is_fixed and not self._module.is_idle
 
     @property
     def awaits_hooks(self) -> bool:
@@ -90,10 +88,10 @@ class Iteration:
         layout = self._assignment.layout
         bucket, start = layout.buckets[layout.places[numbers[0]][0]], layout.start(numbers, offsets)
         if bucket.dtype != dtype:
-            self.copies.refuse(numbers, CONVERTED)
+            self.copies.note_no_memory(numbers, CONVERTED)
             return None
         if start is None or start * dtype.itemsize % _ALIGNED_BYTES:
-            self.copies.refuse(numbers, ELSEWHERE if start is None else UNALIGNED)
+            self.copies.note_no_memory(numbers, OTHER_PIECES if start is None else UNALIGNED)
             return None
         with self._queue.lock:
             memory = self._memory.of(bucket)
@@ -103,7 +101,7 @@ class Iteration:
 
     def note_no_memory(self, numbers: Collection[ParameterNumber], why: str) -> None:
         """Record why a graph gets no memory of a bucket for these gradients."""
-        self.copies.refuse(numbers, why)
+        self.copies.note_no_memory(numbers, why)
         self._memory.note_existing([n for n in numbers if n not in self.received])
 
     def mark_stored(

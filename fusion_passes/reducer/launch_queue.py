@@ -97,8 +97,8 @@ class LaunchQueue:
             while not self.has_launched_all and not self._pending[len(self._waits)]:
                 self._launch(self.buckets[len(self._waits)])
             if self.has_launched_all and before < len(self._waits):
-                # Before those that follow: two modules may have the same weights, and the first
-                # still reads the local gradients.
+                # Before the next module launches: it may have the same weights, and this module
+                # still reads their local gradients.
                 self._end_launches()
                 if self.next is not None:
                     self.next.launch_ready()

@@ -22,8 +22,9 @@ class BucketMemory:
         registered: the buckets' memory that NCCL has registered; ``None`` if each iteration
             allocates memory.
         existing: the ``.grad`` that a parameter had before the backward, by number.
-        unseen: parameters of which that is not known yet. Each look at all parameters takes as long
-            as the rest of a small step, so a graph that stores a gradient looks at its ``.grad``.
+        unseen: parameters whose ``.grad`` has not been looked at yet; :meth:`alias` leaves it
+            alone. A graph that stores a gradient looks at it (``CompiledForward.give_memory``): a
+            look at all parameters takes as long as the rest of a small step.
         sparse: the sparse gradients, by number.
         rounded: parameters whose gradient was of a wider dtype than its bucket, and was rounded.
     """

@@ -156,23 +156,23 @@ def meet_ranks(group: Any, label: str, number: int, *, is_in_step: bool) -> None
     """
     if group.size() == 1:
         return
-    place, rank = f"ddp_fusion/constructed/{number}", group.rank()
+    prefix, rank = f"ddp_fusion/constructed/{number}", group.rank()
     timeout = group_timeout(group)
     if is_in_step:
         timeout = min(timeout, timedelta(seconds=MEET_SECONDS))
 
     def meet(store: Any) -> list[int]:
         # Each rank appends its number when it arrives, and once more when it gives up.
-        store.append(f"{place}/ranks", f"{rank} ")
-        if store.add(f"{place}/count", 1) == group.size():
-            store.set(f"{place}/all", "")
+        store.append(f"{prefix}/ranks", f"{rank} ")
+        if store.add(f"{prefix}/count", 1) == group.size():
+            store.set(f"{prefix}/all", "")
         with contextlib.suppress(RuntimeError):  # DistStoreError; its base class with a FileStore.
-            store.wait([f"{place}/all"], timeout)
+            store.wait([f"{prefix}/all"], timeout)
             return []
-        if store.add(f"{place}/count", -1) == group.size() - 1:
+        if store.add(f"{prefix}/count", -1) == group.size() - 1:
             return []  # The last rank has just arrived.
-        store.append(f"{place}/ranks", f"{rank} ")
-        times = Counter(store.get(f"{place}/ranks").decode().split())
+        store.append(f"{prefix}/ranks", f"{rank} ")
+        times = Counter(store.get(f"{prefix}/ranks").decode().split())
         waiting_for = [r for r in range(group.size()) if times[str(r)] % 2 == 0 and r != rank]
         # Ranks that arrived and gave up a moment ago are named only if all ranks had arrived.
         return [r for r in waiting_for if not times[str(r)]] or waiting_for
@@ -214,10 +214,10 @@ def compare_settings(
     if len(set(digests)) == 1:
         return
     store = group.get_group_store()
-    place = f"ddp_fusion/settings/{label}"
-    store.set(f"{place}/{group.rank()}", text)
+    prefix = f"ddp_fusion/settings/{label}"
+    store.set(f"{prefix}/{group.rank()}", text)
     first = {digest: digests.index(digest) for digest in digests}
-    texts = {rank: store.get(f"{place}/{rank}").decode() for rank in first.values()}
+    texts = {rank: store.get(f"{prefix}/{rank}").decode() for rank in first.values()}
     values = [json.loads(texts[first[digest]]) for digest in digests]
     raise SettingsDifferError(label, _in_words(label, values))
 

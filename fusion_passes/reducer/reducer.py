@@ -13,6 +13,7 @@ may run its own graphs.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -85,8 +86,7 @@ class Record:
 
 
 class Reducer:
-    """Averages the gradients of one DDP module. :class:`State` draws the states of the module, and
-    the methods of this class are the transitions.
+    """Averages the gradients of one DDP module. :class:`State` draws the states of the module.
 
     Attributes:
         module: the module. It has its attribute ``STATE`` before its reducer is made.
@@ -149,8 +149,8 @@ class Reducer:
         return now is not None and bool(now.received)
 
     def expect_more(self, entries: Mapping[Any, Collection[int]]) -> bool:
-        """Expect another reduction if a backward differentiates the same compiled forwards as an
-        earlier one, but only by other outputs; return whether it does."""
+        """Move to EXPECTED, and return True, if a backward enters compiled forwards that an earlier
+        one entered, but only by outputs that were not differentiated before."""
         if self.module.ddp is None or not self.outputs.are_others(entries):
             return False
         self.module.state = State.EXPECTED
@@ -174,7 +174,7 @@ class Reducer:
         now = self.iteration or self._begin_iteration(reached)
         self.module.state = State.RUNNING
         now.copies.reached.append(reached)
-        # Graphs that stored in the last iteration look at the gradients that they store.
+        # A compiled backward that stores a gradient looks at its ``.grad`` itself.
         stored = self.record.stored
         if any(reached.values()):
             stored = {number for number in stored if reached.get(number) == ""}
@@ -208,7 +208,7 @@ class Reducer:
             return
         if is_defined:
             self.used.note((number,))
-        if not self.module.is_expecting:
+        if self.module.is_idle:
             ddp = self.module.ddp
             self.record.stays_local |= ddp is not None and ddp.require_backward_grad_sync
             if is_defined:
@@ -220,7 +220,7 @@ class Reducer:
             now = self.iteration
             if now is None:
                 now = self._begin_iteration(self.parameters.numbers)
-                # Nobody has seen which gradients are new: none is replaced by a view.
+                # The backward was not walked: take every ``.grad`` for one that existed before it.
                 self.memory.note_existing(self.parameters.numbers)
             now.receive(number)
 
@@ -291,6 +291,8 @@ class Reducer:
             self.module.state = State.EXPECTED
             return
         self.module.state = State.UNFINISHED
+        with contextlib.suppress(RuntimeError) if has_failed else contextlib.nullcontext():
+            self.memory.join_streams()
         for bucket in self.memory.allocated():
             is_launched = self.queue.is_launched(bucket)
             if has_failed and is_launched:

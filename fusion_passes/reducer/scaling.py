@@ -31,7 +31,7 @@ thread. That takes about as long as a pass over the bucket before the launch (do
 does not delay the launch."""
 
 
-def sent_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dtype:
+def smaller_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dtype:
     """The dtype in which gradients of ``dtype`` are sent: ``reduce_dtype`` if that is smaller, and
     they are floating-point."""
     if reduce_dtype is None or not dtype.is_floating_point:
@@ -39,7 +39,9 @@ def sent_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dt
     return reduce_dtype if dtype.itemsize > reduce_dtype.itemsize else dtype
 
 
-def averages(backend: str, dtype: torch.dtype, world_size: int, scaling: ScalingOption) -> bool:
+def collective_averages(
+    backend: str, dtype: torch.dtype, world_size: int, scaling: ScalingOption
+) -> bool:
     """Whether the collective itself averages gradients that are sent in this (real) dtype. If the
     number of ranks is no power of two, NCCL averages bf16 only if the user asks for it: 1/n has no
     more than 8 bits there, so all averages are off by one common factor, up to 0.2 %."""

@@ -88,9 +88,9 @@ class Walker:
     their parameters, until :meth:`forget`."""
 
     def __init__(self) -> None:
-        # By class of the autograd node, which each compiled forward has of its own: the position of
-        # the first leaf, and what is known by its node: the blocks of a model share a compiled
-        # forward. ``None`` for other classes.
+        # By class of the autograd node, of which each compiled forward has its own: the position of
+        # the first leaf, and the leaves by the AccumulateGrad node of the first one, since blocks
+        # of a model may share a compiled forward. ``None`` for classes of other nodes.
         self._known: dict[type, tuple[int, dict[Any, Leaves]] | None] = {}
 
     def walk(self, outputs: Sequence[Any], *, with_entries: bool = False) -> Reached:

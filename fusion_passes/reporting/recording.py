@@ -161,7 +161,7 @@ def record_steps(steps: int = 3, *, plain_steps: int = 3, gather: bool = True) -
         plain_steps: number of steps to time before that, without the profiler; their median leaves
             out steps in which torch compiles. The two times show what the profiler costs.
         gather: whether rank 0 gets the steps of all ranks, over the store of the default process
-            group. Each rank waits for that: a minute if some rank is silent.
+            group. Each rank waits for that: two minutes at most, if some rank is silent.
 
     Returns:
         The recording; its ``timeline`` is ``None`` until it has ended. If a recording is already

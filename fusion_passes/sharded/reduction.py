@@ -14,7 +14,7 @@ from torch import Tensor
 from fusion_passes.layout.layout import Bucket, ParameterNumber
 from fusion_passes.reducer.communication import AllReduce, Wait
 from fusion_passes.reducer.parameters import Parameters
-from fusion_passes.reducer.scaling import averages
+from fusion_passes.reducer.scaling import collective_averages
 from fusion_passes.torch_private.autograd import version_of_tensor
 from fusion_passes.torch_private.process_groups import begin_exchange, begin_reduces
 from fusion_passes.torch_private.profiling import range_in_profile
@@ -120,7 +120,7 @@ class ReduceToOwners(AllReduce):
     def averages(self, dtype: torch.dtype) -> bool:
         sent, ranks = self.sent_dtype(dtype), self.group.size()
         is_as_it_lies = sent == dtype.to_real() and self.backend == "nccl"
-        return is_as_it_lies and averages(self.backend, sent, ranks, self.scaling_option)
+        return is_as_it_lies and collective_averages(self.backend, sent, ranks, self.scaling_option)
 
     # --- Gradients that exist before a backward --------------------------------------------------
 

@@ -69,8 +69,8 @@ class StoreGradients:
             for item in self.inputs
             if _can_be_stored(gradients[item.index], item)
         ]
-        seen: set[fx.Node] = set()
-        stored = [(item, node) for item, node in stored if not (node in seen or seen.add(node))]  # type: ignore[func-returns-value]
+        # A node that is the gradient of several inputs is stored for the first one.
+        stored = [(item, node) for node, item in {n: item for item, n in reversed(stored)}.items()]
         if not stored:
             return False
         node_of = {item.index: node for item, node in stored}

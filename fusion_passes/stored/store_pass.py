@@ -51,12 +51,12 @@ def stores_of_forward(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients 
         return None
     modules: dict[Reducer, int] = {}
     found: dict[int, StoredInput] = {}
-    position, has_some, all_owners = -1, False, reducers.owners()
+    position, has_some, all_gradients = -1, False, reducers.gradients()
     for index, value in enumerate(inputs):
         if not isinstance(value, Tensor):
             continue
         position += 1
-        owners = all_owners.get(id(value), ())
+        owners = all_gradients.get(id(value), ())
         if len(owners) != 1 or id(value) in found:
             continue
         reducer, number = owners[0]

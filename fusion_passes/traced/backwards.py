@@ -301,7 +301,7 @@ def _why_module_untraced(reducer: Reducer, reached: Collection[ParameterNumber])
 
 
 def _reaches_managed(outputs: Sequence[Any]) -> bool:
-    return not reducers.owners().keys().isdisjoint(Walker().walk(outputs).edges())
+    return not reducers.gradients().keys().isdisjoint(Walker().walk(outputs).edges())
 
 
 def _raised_in(traced: fx.GraphModule, error: BaseException) -> BaseException | None:

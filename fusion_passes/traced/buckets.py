@@ -28,7 +28,7 @@ from fusion_passes.traced.find import (
     ReductionKey,
     Rejection,
 )
-from fusion_passes.traced.placement import Placement
+from fusion_passes.traced.place import Placement
 from fusion_passes.traced.producers import source_of
 
 ScalingMethod: TypeAlias = Literal["none", "collective", "store", "bucket", "result"]

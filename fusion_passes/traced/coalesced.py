@@ -7,18 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from fusion_passes.graph.collectives import all_reduce_coalesced
 from fusion_passes.graph.custom_ops import divided
 from fusion_passes.traced.buckets import TracedBucket
 from fusion_passes.traced.find import GradientReduction
-from fusion_passes.traced.rewrite import Replacement, cast, replace_buckets
-from fusion_passes.traced.verify import GraphFacts, GraphPass
+from fusion_passes.traced.rewrite import FuseBuckets, Replacement, cast
 
 
 @dataclass(frozen=True)
-class FuseByCoalescing(GraphPass):
+class FuseByCoalescing(FuseBuckets):
     """Makes one ``all_reduce_coalesced`` of each bucket, without a buffer of the package's own.
 
     Before, for two gradients::
@@ -39,21 +38,9 @@ class FuseByCoalescing(GraphPass):
 
     Each result has the shape and dtype of the reduction that it replaces, and the strides of the
     parameter, in which compiled autograd accumulates.
-
-    Attributes:
-        buckets: buckets to fuse, from :func:`fusion_passes.traced.buckets.plan_buckets` for the
-            graph that the pass is called with.
     """
 
-    buckets: tuple[TracedBucket, ...]
-
-    def __call__(self, graph: fx.Graph) -> bool:
-        return replace_buckets(graph, self.buckets, self._replacement_for)
-
-    def facts_after(self, before: GraphFacts) -> GraphFacts:
-        return before.with_buckets(self.buckets)
-
-    def _replacement_for(self, _: int, bucket: TracedBucket) -> Replacement:
+    def replacement_for(self, _: int, bucket: TracedBucket) -> Replacement:
         return [member.gradient for member in bucket.members], functools.partial(_reduce, bucket)
 
 

@@ -7,18 +7,17 @@ import itertools
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from fusion_passes.graph.collectives import all_reduce
 from fusion_passes.graph.custom_ops import PACK, WIDEN
 from fusion_passes.traced.buckets import TracedBucket
 from fusion_passes.traced.producers import source_of
-from fusion_passes.traced.rewrite import Replacement, replace_buckets
-from fusion_passes.traced.verify import GraphFacts, GraphPass
+from fusion_passes.traced.rewrite import FuseBuckets, Replacement
 
 
 @dataclass(frozen=True)
-class FuseByConcat(GraphPass):
+class FuseByConcat(FuseBuckets):
     """Makes one flat buffer and one all-reduce of each bucket.
 
     Before, for two gradients::
@@ -41,21 +40,12 @@ class FuseByConcat(GraphPass):
     parameter, in which compiled autograd accumulates.
 
     Attributes:
-        buckets: buckets to fuse, from :func:`fusion_passes.traced.buckets.plan_buckets` for the
-            graph that the pass is called with.
         label: name of the plan, for the report of what was copied.
     """
 
-    buckets: tuple[TracedBucket, ...]
     label: str = "plan"
 
-    def __call__(self, graph: fx.Graph) -> bool:
-        return replace_buckets(graph, self.buckets, self._replacement_for)
-
-    def facts_after(self, before: GraphFacts) -> GraphFacts:
-        return before.with_buckets(self.buckets)
-
-    def _replacement_for(self, index: int, bucket: TracedBucket) -> Replacement:
+    def replacement_for(self, index: int, bucket: TracedBucket) -> Replacement:
         is_cast = bucket.reduce_dtype != bucket.key.dtype and bucket.scaling.method != "store"
         sent_as = bucket.reduce_dtype if is_cast else None
         sources = [source_of(member, sent_as) for member in bucket.members]

@@ -115,30 +115,23 @@ def find_gradient_reductions(graph: fx.Graph, groups: DdpGroups) -> FoundReducti
     for position, node in enumerate(graph.nodes):
         if not is_launch(node):
             continue
-        found = _decode(node, position, groups)
+        owner = groups.owner_of(node)
+        found = _decode(node, position, owner)
         if isinstance(found, GradientReduction):
             reductions.append(found)
         else:
-            rejections.append(Rejection(node, found, _reduced_for(node, groups)))
+            is_gradient = owner is not None and owner.number >= 0
+            rejections.append(Rejection(node, found, owner if is_gradient else None))
     return FoundReductions(tuple(reductions), tuple(rejections))
 
 
-def _reduced_for(node: fx.Node, groups: DdpGroups) -> Owner | None:
-    """The owner of the gradient that a rejected all-reduce reduces; ``None`` for any other
-    collective."""
-    owner = groups.owner_of(node)
-    is_gradient = decode_all_reduce(node) and owner is not None and owner.number >= 0
-    return owner if is_gradient else None
-
-
-def _decode(node: fx.Node, position: int, groups: DdpGroups) -> GradientReduction | str:
+def _decode(node: fx.Node, position: int, owner: Owner | None) -> GradientReduction | str:
     """The reduction that ``node`` launches, or the reason why it cannot be fused."""
     call = decode_all_reduce(node)
     if call is None:
         return f"it is not an all-reduce of one tensor, on group {group_name_of(node)!r}"
     if call.group_name is None:
         return "its process group is not given by name"
-    owner = groups.owner_of(node)
     if owner is None:
         return (
             f"group {call.group_name!r} belongs to no DistributedDataParallel module that was "

@@ -19,7 +19,7 @@ from fusion_passes.traced.backwards import traced_modules
 from fusion_passes.traced.buckets import BucketPlan, TracedBucket
 from fusion_passes.traced.pack import register_lowerings
 from fusion_passes.traced.pipeline import run_pipeline
-from fusion_passes.traced.placement import Placement
+from fusion_passes.traced.place import Placement
 
 
 class FusePass(CustomGraphPass):

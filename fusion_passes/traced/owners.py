@@ -55,10 +55,9 @@ class DdpGroups:
     def of(graph: fx.Graph, owner_of: OwnerOf) -> DdpGroups:
         """The group names in ``graph`` that belong to DDP modules."""
         owners: dict[str, Owner] = {}
-        for node in graph.nodes:
-            name = group_name_of(node) if is_launch(node) else None
-            owner = owner_of(name) if name is not None else None
-            if name is not None and owner is not None:
+        for name in (group_name_of(node) or "" for node in graph.nodes if is_launch(node)):
+            owner = owner_of(name)
+            if owner is not None:
                 owners[name] = owner
                 owners.setdefault(owner.group_name, owner)
         return DdpGroups(owners)
@@ -66,8 +65,7 @@ class DdpGroups:
     def owner_of(self, node: fx.Node) -> Owner | None:
         """The owner of the collective that ``node`` launches; ``None`` for a collective that is
         not DDP's, and for any other node."""
-        name = group_name_of(node) if is_launch(node) else None
-        return self.owners.get(name) if name is not None else None
+        return self.owners.get(group_name_of(node) or "") if is_launch(node) else None
 
     def launches_in(self, graph: fx.Graph) -> list[fx.Node]:
         """The launches of DDP's collectives, in graph order."""

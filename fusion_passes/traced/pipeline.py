@@ -17,8 +17,7 @@ from fusion_passes.traced.erase import EraseDeadCode
 from fusion_passes.traced.find import find_gradient_reductions
 from fusion_passes.traced.owners import DdpGroups, OwnerOf
 from fusion_passes.traced.pin import PinOrder
-from fusion_passes.traced.place import PlaceReductions
-from fusion_passes.traced.placement import placements_of
+from fusion_passes.traced.place import PlaceReductions, placements_of
 from fusion_passes.traced.verify import BrokenInvariantError, GraphPass, graph_facts, verify
 
 log = logging.getLogger(__name__)

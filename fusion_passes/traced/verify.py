@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -20,7 +20,6 @@ from fusion_passes.graph.collectives import (
     results_of,
 )
 from fusion_passes.graph.text import value_text
-from fusion_passes.traced.buckets import TracedBucket
 from fusion_passes.traced.owners import DdpGroups
 
 
@@ -45,18 +44,6 @@ class GraphFacts:
     reduced: Counter[tuple[str, str, torch.dtype]]
     foreign: dict[str, tuple[str, ...]]
     unwaited: frozenset[str]
-
-    def with_buckets(self, buckets: Sequence[TracedBucket]) -> GraphFacts:
-        """The facts that must hold once ``buckets`` are fused: each one is reduced with the reduce
-        op and in the dtype of the plan, and nothing else changes."""
-        reduced = Counter(self.reduced)
-        for bucket in buckets:
-            group = bucket.key.group_name
-            for member in bucket.members:
-                count = member.start.meta["val"].numel()
-                reduced[group, "sum", bucket.key.dtype] -= count
-                reduced[group, bucket.scaling.reduce_op, bucket.reduce_dtype] += count
-        return replace(self, reduced=+reduced)
 
 
 class GraphPass(ABC):

@@ -29,7 +29,7 @@ from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import reducer_of
 from fusion_passes.torch_private.autograd import hook_behind_accumulation, hooks_on_node
-from testing.fake_world import fake_world, two_layers
+from tests.support.fake_world import fake_world, two_layers
 
 
 @pytest.fixture(autouse=True)
@@ -366,9 +366,9 @@ def test_a_module_that_outlives_its_group_leaves_the_next_one_alone() -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     new = DistributedDataParallel(two_layers())
     weight = new.module[0].weight
-    assert reducers.owners()[id(weight)] == [(reducer_of(new), 0)]
+    assert reducers.gradients()[id(weight)] == [(reducer_of(new), 0)]
     del old
     gc.collect()
-    assert reducers.owners()[id(weight)] == [(reducer_of(new), 0)]
+    assert reducers.gradients()[id(weight)] == [(reducer_of(new), 0)]
     new(torch.ones(2, 4)).sum().backward()
     assert weight.grad is not None

@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.autograd.profiler import profile
 from torch.nn.parallel import DistributedDataParallel
 
-from testing.fake_world import fake_world, two_layers
+from tests.support.fake_world import fake_world, two_layers
 
 RANGE = "DistributedDataParallel.forward"
 

@@ -17,8 +17,8 @@ import fusion_passes
 from fusion_passes import FusionWarning
 from fusion_passes.config import FusionMode
 from fusion_passes.reducer.reducer import reducer_of
-from testing import fake_world
 from testing.scenarios.features.sparse import ROWS, Tables
+from tests.support import fake_world
 
 WIDTH = 4
 

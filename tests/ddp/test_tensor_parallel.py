@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.reducer.reducer import reducer_of
-from testing.fake_world import fake_world, one_rank
 from testing.models import WIDTH
 from testing.scenarios.features.tensor import LENGTH, FeedForward, columns_and_rows, sequences
+from tests.support.fake_world import fake_world, one_rank
 
 
 @pytest.fixture

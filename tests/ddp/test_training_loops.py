@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fusion_passes
 from fusion_passes.reducer.reducer import reducer_of
-from testing.fake_world import fake_world, two_layers
 from testing.scenarios.both_ways import noted_warnings
+from tests.support.fake_world import fake_world, two_layers
 
 pytestmark = pytest.mark.each_torch
 

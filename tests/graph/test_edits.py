@@ -132,3 +132,14 @@ return (pinned_mm_1, getitem_1, getitem)
     )
     module.graph.lint()
     assert_same_numbers(numbers, execute(module))
+
+
+def test_sizes_that_were_traced_as_symbols_are_recorded_as_numbers() -> None:
+    module = trace(torch.neg, [tensor(5, 4)], symbolic=True)
+    (neg,) = _calls(module)
+
+    def function(tensors):
+        return [tensors[0].as_strided((tensors[0].numel(),), (1,))]
+
+    (flat,) = record(neg, function, neg.all_input_nodes)
+    assert flat.args == (neg.args[0], [20], [1])

@@ -39,7 +39,7 @@ def two_steps(
         torch.compiler.load_cache_artifacts(load.read_bytes())
     from fusion_passes import FusionWarning
     from fusion_passes.reducer.reducer import reducer_of
-    from testing.fake_world import two_layers, without_kernels
+    from tests.support.fake_world import two_layers, without_kernels
 
     with inductor_config.patch(ddp_fusion=mode), without_kernels(), warnings.catch_warnings():
         warnings.simplefilter("error", FusionWarning)

@@ -21,7 +21,7 @@ from fusion_passes import FusionConfig, FusionWarning
 from fusion_passes.install.compiles import SLOT
 from fusion_passes.stored.store_pass import StorePass
 from fusion_passes.traced.fuse_pass import FusePass
-from testing.fake_world import fake_world, one_rank, two_layers, without_kernels
+from tests.support.fake_world import fake_world, one_rank, two_layers, without_kernels
 from tests.support.launch import launch
 
 

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 import fusion_passes
 from fusion_passes import FusionConfig
 from fusion_passes.reducer.reducer import REDUCER, reducer_of
-from testing.fake_world import one_rank, two_layers
 from tests.install.torch_state import different
+from tests.support.fake_world import one_rank, two_layers
 
 X = torch.ones(2, 4)
 TRACED = FusionConfig(backward_graph="compiled_autograd")

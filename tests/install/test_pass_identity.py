@@ -30,8 +30,8 @@ from fusion_passes.traced.backwards import traced_modules
 from fusion_passes.traced.fuse_pass import FusePass
 from fusion_passes.traced.pack import register_lowerings
 from fusion_passes.traced.pipeline import run_pipeline
-from testing.fake_world import one_rank, two_layers
 from testing.fresh import forget
+from tests.support.fake_world import one_rank, two_layers
 from tests.support.imports import imported_names
 
 

@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from fusion_passes import FusionConfig, FusionWarning
 from fusion_passes.ddp.module import hand_over
 from fusion_passes.torch_private import owner_of_name
-from testing.fake_world import fake_world, two_layers, without_kernels
 from testing.processes import RankPool
 from tests.install.torch_state import (
     changed,
@@ -30,6 +29,7 @@ from tests.install.torch_state import (
     listed,
     value_of,
 )
+from tests.support.fake_world import fake_world, two_layers, without_kernels
 
 UNTIL_HANDED_OVER = "In a managed module, until DDP's own reducer takes it over"
 

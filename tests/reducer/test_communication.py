@@ -89,3 +89,12 @@ def test_a_bucket_is_divided_or_averaged(
     group = launch(FusionConfig(mode=mode, **options), ranks, dtype, backend)
     assert is_divided(group, dtype) == divided
     assert len(group.sent) == (2 if mode == "coalesced" else 1)
+
+
+def test_a_coalesced_bucket_is_a_list_in_a_smaller_dtype_too() -> None:
+    """A rank whose backward is traced sends a list there."""
+    group = Group(2)
+    communication = AllReduce(group, "nccl", is_coalesced=True, dtype=torch.bfloat16)
+    bucket: Any = (0, (0, 1), (0, 2), 4, torch.float32, torch.device("cpu"))
+    communication.launch(Bucket(*bucket), VALUES.clone())()
+    assert [(t.dtype, t.numel()) for t in group.sent] == [(torch.bfloat16, 2)] * 2

@@ -26,7 +26,7 @@ from fusion_passes.reducer import backward, copies
 from fusion_passes.reducer.compiled_forward import CompiledForward
 from fusion_passes.reducer.reducer import reducer_of
 from fusion_passes.torch_private.autograd import hooks_on_node
-from testing.fake_world import without_kernels
+from tests.support.fake_world import without_kernels
 
 pytestmark = pytest.mark.usefixtures("fused_rank")
 
@@ -190,7 +190,7 @@ def test_a_graph_that_was_compiled_before_the_buckets_were_agreed_on() -> None:
         compiled(X, is_first=False).sum().backward()
     assert reasons(ddp, lambda: compiled(X, is_first=True).sum()) == {}
     found = reasons(ddp, lambda: compiled(X, is_first=False).sum())
-    assert set(found.values()) == {copies.ELSEWHERE}
+    assert set(found.values()) == {copies.OTHER_PIECES}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -250,9 +250,9 @@ def test_gradients_at_other_positions_than_they_were_compiled_for() -> None:
     made = CompiledForward
 
     def renumbered(destinations: Any, *args: Any) -> Any:
-        owners = destinations.owners
-        other = dict(zip(owners, [*owners.values()][::-1], strict=True))
-        return made(dataclasses.replace(destinations, owners=other, _stored={}), *args)
+        known = destinations.gradients
+        other = dict(zip(known, [*known.values()][::-1], strict=True))
+        return made(dataclasses.replace(destinations, gradients=other, _stored={}), *args)
 
     with mock.patch.object(backward, "CompiledForward", renumbered):
         found = reasons(ddp, lambda: compiled(X).sum(), 1)

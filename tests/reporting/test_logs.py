@@ -11,8 +11,8 @@ import torch._logging._internal as torch_logging
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from testing.fake_world import fake_world
 from tests.support.artifacts import traced_artifacts
+from tests.support.fake_world import fake_world
 
 
 def test_torch_logs_takes_the_packages_name() -> None:

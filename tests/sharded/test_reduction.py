@@ -24,8 +24,8 @@ from fusion_passes.sharded import norms, steps
 from fusion_passes.sharded.owners import with_owners
 from fusion_passes.sharded.reduction import ReduceToOwners
 from fusion_passes.sharded.steps import broadcast
-from testing.fake_world import fake_world, two_layers
 from tests.sharded.trainings import SHARDED, wrapped
+from tests.support.fake_world import fake_world, two_layers
 
 CPU: Final = torch.device("cpu")
 CAPS: Final = BucketCaps(2**20, 2**20)

@@ -33,8 +33,8 @@ from fusion_passes.stored.lowering import register_store_lowerings
 from fusion_passes.stored.pieces import StoredInput
 from fusion_passes.stored.store import StoreGradients
 from fusion_passes.traced.pack import register_lowerings
-from testing.fake_world import fake_world
 from tests.support.codegen import read_kernels
+from tests.support.fake_world import fake_world
 from tests.support.graphs import TensorSpec, pipeline
 
 _H100: Final = SimpleNamespace(

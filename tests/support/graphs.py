@@ -55,7 +55,7 @@ from fusion_passes.traced.pin import PinOrder
 from fusion_passes.traced.pipeline import run_pipeline
 from fusion_passes.traced.place import PlaceReductions
 from fusion_passes.traced.verify import GraphFacts, graph_facts, verify
-from testing.fake_world import fake_world
+from tests.support.fake_world import fake_world
 
 WORLD_SIZE = 4
 AVERAGED_OVER = 2

@@ -49,6 +49,7 @@ def test_figures_are_over_no_ddp_and_eager_ddp_in_the_same_round() -> None:
     plain, eager = cell.methods[:2]
     plain.seconds["1gbit"] = [0.1, 0.1, 0.2]
     plain.start_cpu_s = [20.0, 4.0, 5.0, 6.0]
+    plain.state_bytes, ours.state_bytes = 60, 33
     eager.first_s = {"1gbit": [0.2, 0.4]}
     rows = figures_of(cell)
     assert rows["concat"].figures == pytest.approx(
@@ -64,7 +65,7 @@ def test_figures_are_over_no_ddp_and_eager_ddp_in_the_same_round() -> None:
             "cold start, CPU over no DDP": 1.5,
             "warm start, CPU over no DDP": 1.2,
             "peak over no DDP": 1.02,
-            "optimizer state over no DDP": None,
+            "optimizer state over no DDP": 0.55,
             "first step, ms": 330,
             "first over eager DDP's": 1.1,
             "gradients off by": None,
@@ -203,13 +204,14 @@ def test_every_model_is_one_graph_and_has_a_loss_and_gradients(name: str) -> Non
 
 def test_broken_models_break_in_one_level_and_in_two() -> None:
     breaks = []
-    for name in ("gpt2", "gpt2-broken", "gpt2-broken-twice"):
+    for name in ("gpt2-broken", "gpt2-broken-twice"):
         made = subject(name, TINY)
         torch._dynamo.reset()
         counters.clear()
         torch.compile(made.build(), backend="eager")(*made.batch(0))
         breaks.append(sum(counters["graph_break"].values()))
-    assert breaks == sorted({0, *breaks}), "each has more than the one before"
+    once, twice = breaks
+    assert 0 < once < twice
 
 
 def test_models_of_the_bench_have_several_ddp_buckets() -> None:

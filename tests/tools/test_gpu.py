@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import gpu
 import pytest
@@ -46,8 +46,8 @@ def test_every_option_is_tried_in_every_mode_and_on_two_ranks(mode: str, ranks: 
     checks = [c for p in PARTS for c in p.checks if (p.ranks, p.mode) == (ranks, mode)]
     options = [dict(check.scenario.options) for check in checks]
     scalings = {flag.get("scaling", "auto") for flag in options}
-    assert scalings == {*config.SCALING_OPTIONS}
-    assert {flag.get("reduce_dtype") for flag in options} == {None, *config.REDUCE_DTYPES}
+    assert scalings == {*get_args(config.ScalingOption)}
+    assert {flag.get("reduce_dtype") for flag in options} == {None, *get_args(config.ReduceDtype)}
     assert {check.dtype for check in checks} >= {*DTYPES}
 
 

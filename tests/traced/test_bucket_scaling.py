@@ -10,7 +10,7 @@ import torch
 
 from fusion_passes.config import ScalingOption
 from fusion_passes.reducer.communication import AllReduce
-from fusion_passes.reducer.scaling import averages
+from fusion_passes.reducer.scaling import collective_averages
 from fusion_passes.traced.buckets import BucketScaling
 from tests.support import graphs
 from tests.support.graphs import plan_of, reduce, tensor, trace
@@ -100,20 +100,20 @@ OFF_BY = {1: 0, 2: 0, 3: 2**-9, 4: 0, 5: 2**-10, 6: 2**-9, 7: -(2**-9), 8: 0, 12
 @pytest.mark.parametrize(("ranks", "off_by"), OFF_BY.items())
 def test_nccl_averages_bf16_where_one_over_n_is_exact(ranks: int, off_by: float) -> None:
     assert torch.tensor(1 / ranks).bfloat16().item() * ranks - 1 == pytest.approx(off_by, rel=1e-9)
-    assert averages("nccl", torch.bfloat16, ranks, "auto") == (off_by == 0)
-    assert averages("nccl", torch.bfloat16, ranks, "collective"), "the user asks for it"
-    assert not averages("nccl", torch.bfloat16, ranks, "bucket")
+    assert collective_averages("nccl", torch.bfloat16, ranks, "auto") == (off_by == 0)
+    assert collective_averages("nccl", torch.bfloat16, ranks, "collective"), "the user asks for it"
+    assert not collective_averages("nccl", torch.bfloat16, ranks, "bucket")
 
 
 @pytest.mark.parametrize("ranks", OFF_BY)
 def test_nothing_else_depends_on_the_number_of_ranks(ranks: int) -> None:
     """Eager DDP also rounds 1/n to fp32 or fp64, and Gloo divides a sum."""
     for dtype in (torch.float32, torch.float64):
-        assert averages("nccl", dtype, ranks, "auto")
+        assert collective_averages("nccl", dtype, ranks, "auto")
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        assert averages("gloo", dtype, ranks, "auto")
+        assert collective_averages("gloo", dtype, ranks, "auto")
     for backend in ("nccl", "gloo"):
-        assert not averages(backend, torch.float16, ranks, "collective")
+        assert not collective_averages(backend, torch.float16, ranks, "collective")
 
 
 @pytest.mark.parametrize(

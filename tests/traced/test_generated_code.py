@@ -23,10 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 import fusion_passes
 from fusion_passes import FusionConfig, FusionReport
 from fusion_passes.config import FusionMode
-from testing.fake_world import fake_world
 from testing.fresh import forget
 from tests.support.call_sequence import call_sequence
 from tests.support.codegen import Call, Place, read_calls
+from tests.support.fake_world import fake_world
 from tests.support.stores import check_stores
 from workloads.models import MAKERS, TINY, subject
 

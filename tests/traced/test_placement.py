@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fusion_passes.traced.placement import Placement, placements_of
+from fusion_passes.traced.place import Placement, placements_of
 from tests.support.graphs import (
     Backward,
     TensorSpec,

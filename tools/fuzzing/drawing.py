@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
-from typing import Any
+from typing import Any, get_args
 
-from fusion_passes.config import SCALING_OPTIONS
+from fusion_passes.config import ScalingOption
 from fuzzing.blocks import BLOCKS
 from fuzzing.case import Batches, Case, Joined, Loop, Part, Pattern, Style, Zero
 
@@ -155,7 +155,7 @@ def _flag(random: Random) -> str | dict[str, Any]:
         if random.random() < 0.4:
             flag[name] = random.choice((0.0001, 0.0005, 0.002, 0.05, 1.0))
     if random.random() < 0.6:
-        flag["scaling"] = random.choice(SCALING_OPTIONS)
+        flag["scaling"] = random.choice(get_args(ScalingOption))
     if random.random() < 0.2:
         flag["reduce_dtype"] = random.choice(("bf16", "fp16"))
     return flag
