@@ -8,11 +8,11 @@ from dataclasses import replace
 from types import FrameType
 from typing import NoReturn
 
+from fusion_passes.layout.layout import Kinds
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.parameters import Parameters
 from fusion_passes.reducer.reducer import Reducer
-from fusion_passes.sharded.owners import with_owners
 from fusion_passes.sharded.reduction import ReduceToOwners
 from fusion_passes.warnings import named, warn_once
 
@@ -38,6 +38,16 @@ def shard(
     kinds = with_owners(parameters.kinds, communication.group.size())
     parameters = replace(parameters, kinds=kinds)
     return parameters, ReduceToOwners(communication, parameters)
+
+
+def with_owners(kinds: Kinds, ranks: int) -> Kinds:
+    """The kinds of all parameters with their owners: the largest parameters first, each to the rank
+    that has the fewest bytes so far, and of several such ranks to the first one."""
+    loads, owners = [0] * ranks, {}
+    for number in sorted(kinds, key=lambda number: (-kinds[number].nbytes, number)):
+        owner = owners[number] = min(range(ranks), key=loads.__getitem__)
+        loads[owner] += kinds[number].nbytes
+    return {number: replace(kind, owner=owners[number]) for number, kind in kinds.items()}
 
 
 def sharded() -> Sequence[tuple[Reducer, ReduceToOwners]]:

@@ -21,7 +21,7 @@ from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.parameters import Parameters
 from fusion_passes.reducer.reducer import reducer_of
 from fusion_passes.sharded import norms, steps
-from fusion_passes.sharded.owners import with_owners
+from fusion_passes.sharded.modules import with_owners
 from fusion_passes.sharded.reduction import ReduceToOwners
 from fusion_passes.sharded.steps import broadcast
 from tests.sharded.trainings import SHARDED, wrapped

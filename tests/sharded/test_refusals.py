@@ -156,6 +156,15 @@ def test_a_sum_of_averages_and_others_may_not_be_changed(world: None) -> None:
         ddp(X).sum().backward()
 
 
+def test_an_average_may_not_be_cleared_while_a_backward_adds_to_it(world: None) -> None:
+    ddp = managed()
+    ddp(X).sum().backward()
+    out = ddp(X)
+    out.register_hook(lambda _: ddp.zero_grad())
+    with pytest.raises(RuntimeError, match="was replaced or cleared while a backward ran"):
+        out.sum().backward()
+
+
 @pytest.mark.parametrize("norm_type", [0.0, -1.0])
 def test_norms_that_are_no_sum_are_refused(world: None, norm_type: float) -> None:
     ddp = managed()
