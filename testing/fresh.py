@@ -22,7 +22,7 @@ def forget() -> None:
     torch._dynamo.reset()
     inductor_config.ddp_fusion = None
     _renew(reducers)
-    reducers.on_change()
+    reducers.slices.on_change()
     for recording in last_recording:
         recording.abandon()
     for name, lives in GLOBALS.items():
@@ -35,6 +35,7 @@ def forget() -> None:
 
 
 def _renew(value: Any) -> None:
-    """Reset the attributes of an object to those of a new one, except callbacks."""
-    fresh = vars(type(value)())
-    vars(value).update({name: new for name, new in fresh.items() if not callable(new)})
+    """Initialize an object again, except for callbacks."""
+    kept = {n: v for n, v in vars(value).items() if callable(v) or type(v).__name__ == "Slices"}
+    type(value).__init__(value)
+    vars(value).update(kept)

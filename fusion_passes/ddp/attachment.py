@@ -62,7 +62,7 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig, label: st
     parameters = numbered_parameters(ddp)
     if config.shard_optimizer:
         assert isinstance(communication, AllReduce), "hooks are refused"
-        parameters, communication = reducers.shard(label, parameters, communication)
+        parameters, communication = reducers.slices.shard(label, parameters, communication)
     module = AveragedModule(ddp, label, group, config)
     reducer = Reducer(
         module,
@@ -95,7 +95,7 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig, label: st
     prepare_forward(ddp)
     ddp.__dict__[REDUCER] = reducer
     reducers.add(reducer)
-    reducer.record.when_freed = reducers.report_when_freed(ddp, reducer)
+    reducer.record.when_freed = reducers.slices.report_when_freed(ddp, reducer)
 
 
 def _accumulated(

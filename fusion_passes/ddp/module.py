@@ -232,7 +232,7 @@ def manage_by_reducer(
         if config.mode == "auto" and is_copy:
             reducer.record.decision = ("the buckets of a copy are filled up to caps",)
         elif config.mode == "auto":
-            reducers.learn_layout(reducer)
+            reducers.slices.learn_layout(reducer)
         _give_methods(ddp)
     except BaseException:
         undo_attachment(ddp)

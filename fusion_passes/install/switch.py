@@ -17,7 +17,7 @@ from fusion_passes.config import FusionConfig
 from fusion_passes.flag import active_config, add_flag
 from fusion_passes.install.compiles import compile_graph
 from fusion_passes.install.constructor import construct, enter_forward
-from fusion_passes.reducer.backward import reducers, register_on_node
+from fusion_passes.reducer.backward import Slices, reducers, register_on_node
 from fusion_passes.reporting.modules import backward_counts, report_when_freed
 from fusion_passes.sharded import checkpoints
 from fusion_passes.sharded.modules import before_backward, shard
@@ -40,16 +40,18 @@ _DDP: Final = "torch.nn.parallel.DistributedDataParallel"
 
 def install_flag() -> None:
     """Add the flag to torch's configuration, and patch or restore torch whenever it changes."""
-    reducers.on_local = warn_stays_local
-    reducers.on_rounded = warn_rounded
-    reducers.on_unowned = warn_not_reduced
-    reducers.on_averaged = backward_counts.note
-    reducers.run_engine = traced_backwards.run_engine
-    reducers.on_change = _installation.update
-    reducers.on_backward = before_backward
-    reducers.shard = shard
-    reducers.learn_layout = learn_layout
-    reducers.report_when_freed = report_when_freed
+    reducers.slices = Slices(
+        run_engine=traced_backwards.run_engine,
+        on_local=warn_stays_local,
+        on_rounded=warn_rounded,
+        on_averaged=backward_counts.note,
+        on_unowned=warn_not_reduced,
+        on_change=_installation.update,
+        on_backward=before_backward,
+        shard=shard,
+        learn_layout=learn_layout,
+        report_when_freed=report_when_freed,
+    )
     add_flag(lambda: _installation.follow(active_config()), _warn_of_option)
 
 

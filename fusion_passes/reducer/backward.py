@@ -105,16 +105,15 @@ RunEngine: TypeAlias = Callable[[RunningBackward, Sequence[Any], Callable[[], An
 
 
 Shard: TypeAlias = Callable[[str, Parameters, AllReduce], tuple[Parameters, AllReduce]]
-"""See :attr:`Reducers.shard`."""
+"""See :attr:`Slices.shard`."""
 
 
-@dataclass
-class Reducers:
-    """The reducers of this process.
+@dataclass(frozen=True)
+class Slices:
+    """What the slices of the package, which the core does not import, add to it.
 
     Attributes:
-        compiled: the compiled forwards of the backwards that run, by autograd node.
-        running: the backwards that run, but for those inside of others.
+        run_engine: runs a backward, and may trace it.
         on_local: called with a module when a gradient has stayed on its rank.
         on_rounded: called with a module whose gradients were rounded to the dtype of their buckets.
         on_averaged: called with each backward that has averaged modules.
@@ -125,12 +124,8 @@ class Reducers:
             the option ``shard_optimizer``; returns what takes the place of the last two.
         learn_layout: called with a new module of the mode ``"auto"``.
         report_when_freed: called with a DDP module and its new reducer; returns the finalizer.
-        version: how often a reducer was added.
-        hooks: the hooks of others.
     """
 
-    compiled: dict[Any, CompiledForward] = field(default_factory=dict)
-    running: list[RunningBackward] = field(default_factory=list)
     run_engine: RunEngine = lambda _, __, engine: engine()
     on_local: Callable[[Reducer], None] = lambda _: None
     on_rounded: Callable[[Reducer], None] = lambda _: None
@@ -141,9 +136,26 @@ class Reducers:
     shard: Shard = lambda _, parameters, communication: (parameters, communication)
     learn_layout: Callable[[Reducer], None] = lambda _: None
     report_when_freed: Callable[[Any, Reducer], Any] = lambda _, __: None
+
+
+@dataclass
+class Reducers:
+    """The reducers of this process.
+
+    Attributes:
+        compiled: the compiled forwards of the backwards that run, by autograd node.
+        running: the backwards that run, but for those inside of others.
+        slices: what the slices add.
+        version: how often a reducer was added.
+        hooks: the hooks of others.
+    """
+
+    compiled: dict[Any, CompiledForward] = field(default_factory=dict)
+    running: list[RunningBackward] = field(default_factory=list)
+    slices: Slices = field(default_factory=Slices)
     version: int = 0
-    _all: list[weakref.ref[Reducer]] = field(default_factory=list)
     hooks: HooksOfOthers = field(init=False)
+    _all: list[weakref.ref[Reducer]] = field(default_factory=list)
     _walker: Walker = field(default_factory=Walker)
     _routes: dict[tuple[Any, ...], Route] = field(default_factory=dict)
     _unseen: dict[int, set[int]] = field(default_factory=dict)
@@ -166,7 +178,7 @@ class Reducers:
         self._name_all()
         self.hooks.forget()
         weakref.finalize(reducer, self._note_freed).atexit = False
-        self.on_change()
+        self.slices.on_change()
 
     def _name_all(self) -> None:
         """Tell modules with one label apart: labels are counted on each group."""
@@ -180,11 +192,11 @@ class Reducers:
     def discard(self, reducer: Reducer) -> None:
         self._all = [ref for ref in self._all if ref() is not reducer]
         self.forget_routes()
-        self.on_change()
+        self.slices.on_change()
 
     def _note_freed(self) -> None:
         self._all = [ref for ref in self._all if ref() is not None]
-        self.on_change()
+        self.slices.on_change()
 
     def alive(self) -> list[Reducer]:
         """In the order of their construction."""
@@ -211,9 +223,9 @@ class Reducers:
         self.running.append(run)
         nodes: list[Any] = []
         try:
-            self.on_backward()
+            self.slices.on_backward()
             nodes = self._begin(run, outputs, *args, **kw)
-            result = self.run_engine(run, outputs, lambda: engine(outputs, *args, **kw))
+            result = self.slices.run_engine(run, outputs, lambda: engine(outputs, *args, **kw))
         except BaseException as error:
             said = note_of_other_rank(run.taking_part, error)
             for reducer in run.taking_part:
@@ -326,7 +338,7 @@ class Reducers:
                     self._routes.clear()
                 self._routes[key] = route
         if route.unowned:
-            self.on_unowned(route.unowned)
+            self.slices.on_unowned(route.unowned)
         return route
 
     def _find_route(self, found: Reached, expecting: Collection[Reducer], why: str) -> Route:
@@ -409,7 +421,7 @@ class Reducers:
         for reducer in averaged:
             reducer.record.steps_told = reducer.steps
             if reducer.memory.rounded:
-                self.on_rounded(reducer)
+                self.slices.on_rounded(reducer)
                 reducer.memory.rounded.clear()
         for reducer in self.alive():
             if reducer.record.stays_local:
@@ -417,11 +429,11 @@ class Reducers:
                 # Of modules over the same weights, one averages for all.
                 weights = {id(weight) for each in averaged for weight in each.parameters.trained}
                 if weights.isdisjoint(map(id, reducer.parameters.trained)):
-                    self.on_local(reducer)
+                    self.slices.on_local(reducer)
         if averaged:
             names = [reducer.queue.name for reducer in averaged]
             copied = (len(r.parameters.numbers) - r.record.num_stored for r in averaged)
-            self.on_averaged(run, names, sum(copied))
+            self.slices.on_averaged(run, names, sum(copied))
 
 
 def _put_in_order(taking_part: Sequence[Reducer]) -> None:

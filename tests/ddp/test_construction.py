@@ -243,7 +243,7 @@ def _raise(*_: Any, **__: Any) -> Any:
         "settings_of",
         "compare_settings",
         "learn_layout",
-        "_attach",
+        "_give_methods",
     ],
 )
 def test_a_constructor_that_fails_leaves_nothing_on_the_parameters(what: str) -> None:
