@@ -35,6 +35,7 @@ GLOBALS: Final = {
     "sharded.checkpoints._IS_WHOLE": Lifetime.PROCESS,
     "sharded.norms._asked": Lifetime.PROCESS,
     "sharded.steps.IS_ALONE": Lifetime.PROCESS,
+    "sharded.steps.stepped": Lifetime.PROCESS,
     "stored.store_pass._register_lowerings": Lifetime.PROCESS,
     "torch_private.registered_memory._alive": Lifetime.MODULE,
     "torch_private.registered_memory._freed": Lifetime.GROUP,

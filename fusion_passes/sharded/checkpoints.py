@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusion_passes.layout.layout import ParameterNumber
 from fusion_passes.reducer.reducer import Reducer
-from fusion_passes.sharded.steps import IS_ALONE, broadcast, held_by
+from fusion_passes.sharded.steps import IS_ALONE, broadcast, held_by, stepped
 from fusion_passes.torch_private import tree_leaves, tree_map_only
 from fusion_passes.torch_private.process_groups import backend_name
 
@@ -51,7 +51,15 @@ def full_optimizer_state_dict(optimizer: Any, *, rank0_only: bool = False) -> St
         optimizer: an optimizer of ``torch.optim``.
         rank0_only: whether only the first rank of each module's process group gets the whole
             state, so that the others need no memory for it.
+
+    Raises:
+        ValueError: the modules whose parameters it has stepped are gone.
     """
+    if optimizer in stepped and not held_by(optimizer):
+        raise ValueError(
+            f"The state of {type(optimizer).__name__} is divided by the ranks of a "
+            "DistributedDataParallel module that was freed. Call full_optimizer_state_dict before."
+        )
     state_dict: StateDict = optimizer.state_dict()
     state_dict.pop(PART, None)
     indices, state = _indices(optimizer), dict(state_dict["state"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Sequence
 from contextvars import ContextVar
 from types import FrameType, MappingProxyType
@@ -41,6 +42,9 @@ def held_by(optimizer: Any) -> list[tuple[Reducer, ReduceToOwners, list[Paramete
     return found
 
 
+stepped: Final = weakref.WeakSet[Optimizer]()
+"""The optimizers that have stepped parameters with owners: each rank has a part of their state."""
+
 IS_ALONE: Final = ContextVar(
     "whether steps of optimizers are those of this rank alone", default=False
 )
@@ -71,6 +75,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             )
         if why:
             refuse(reducer, f"{why}, or set shard_optimizer = False.")
+        stepped.add(optimizer)
         communication.held.update(numbers)
         for number in communication.elsewhere.intersection(numbers):
             optimizer.state.pop(reducer.parameters.all[number], None)  # Adagrad makes it early.

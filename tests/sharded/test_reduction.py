@@ -216,6 +216,16 @@ def test_a_step_counts_as_one_on_all_ranks_for_autograd(world: None) -> None:
     assert all(p._version > v for p, v in zip(ddp.parameters(), before, strict=True))
 
 
+def test_a_state_cannot_be_gathered_once_the_module_is_gone(world: None) -> None:
+    ddp = managed()
+    optimizer = torch.optim.Adam(ddp.parameters())
+    ddp(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    del ddp
+    with pytest.raises(ValueError, match="module that was freed"):
+        fusion_passes.full_optimizer_state_dict(optimizer)
+
+
 class Detached(nn.Module):
     """A head behind a body, whose output is not differentiated with the body's."""
 
