@@ -165,20 +165,15 @@ def _device_of(group: Any) -> torch.device:
 
 
 def unscale(
-    original: Callable[..., dict[torch.device, Tensor]],
-    scaler: Any,
-    optimizer: Any,
-    inv_scale: Tensor,
-    found_inf: Tensor,
-    allow_fp16: bool,
+    original: Callable[..., dict[torch.device, Tensor]], scaler: Any, optimizer: Any, *args: Any
 ) -> dict[torch.device, Tensor]:
     """Take the place of ``GradScaler._unscale_grads_``, which unscales the gradients of this rank
     and returns whether there is an infinite one, by device: have all ranks skip the same steps."""
-    found = original(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+    found = original(scaler, optimizer, *args)
     groups = dict.fromkeys(reducer.module.group for reducer, _, _ in held_by(optimizer))
     for group in groups:
         device = _device_of(group)
-        number = found.setdefault(device, found_inf.to(device))
+        number = found.setdefault(device, torch.zeros((), device=device))
         for other in found.values():
             number.copy_(torch.maximum(number, other.to(device)))
         begin_all_reduce(group, number, dist.ReduceOp.MAX)()

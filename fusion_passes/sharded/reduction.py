@@ -88,10 +88,10 @@ class ReduceToOwners(AllReduce):
 
         def wait() -> None:
             wait_for_sent()
+            for part in received:
+                parts[rank].add_(part)
             if sent is not real:
                 mine.copy_(parts[rank])
-            for part in received:
-                mine.add_(part)
             for part in (*received, sent) if sent.device.type != "cpu" else ():
                 # It was allocated on the stream of the launch.
                 part.record_stream(torch.accelerator.current_stream(sent.device))

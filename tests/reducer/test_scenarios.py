@@ -100,8 +100,7 @@ NOT_SHARDED: Final = {
     "set-meanwhile": "",
     "kept-tensors": "gradients of other ranks' parameters are dropped, and in the next one",
     "in-parts": "",
-    "hook-bf16": "sums are not rounded to the smaller dtype, and in the next one",
-    "saved-module": "",
+    "near-overflow": "",
     "strides-changed-on-one*": "ranks have gradients of other strides than their parameters",
 }
 """Patterns of features that are refused or differ with ``shard_optimizer``, and why."""

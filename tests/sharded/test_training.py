@@ -63,8 +63,6 @@ ROUNDED: Final = {
     "scheduled": 8.0,  # Until the last layer is in the optimizer, nothing clears its gradients.
     "averaged twice": 64.0,
     "compiled steps": 64.0,
-    "sent in bf16": 2.0**17,
-    "sent in fp16": 2.0**14,
 }
 """Tolerances of trainings in which norms or sums are rounded in another order; all others give the
 same bits."""
