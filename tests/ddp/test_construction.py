@@ -6,6 +6,7 @@ import gc
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -247,10 +248,15 @@ def _raise(*_: Any, **__: Any) -> Any:
     ],
 )
 def test_a_constructor_that_fails_leaves_nothing_on_the_parameters(what: str) -> None:
-    model = two_layers()
+    model, slices = two_layers(), reducers.slices
+    failing: Any
+    if hasattr(slices, what):
+        failing = mock.patch.object(reducers, "slices", replace(slices, **{what: _raise}))
+    else:
+        failing = mock.patch.object(module, what, _raise)
     with (
         inductor_config.patch(ddp_fusion="auto"),
-        mock.patch.object(reducers if hasattr(reducers, what) else module, what, _raise),
+        failing,
         pytest.raises(ZeroDivisionError) as caught,
     ):
         DistributedDataParallel(model)

@@ -3,6 +3,7 @@ the mode ``"auto"``, in an order that no backward has."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any, Final
@@ -79,7 +80,8 @@ def change_layout(reducer: Reducer) -> None:
 
 def train_given(scenario: Scenario, learn: Callable[[Reducer], None]) -> RankReport:
     """Train a scenario with given layouts; a job for every rank."""
-    with mock.patch.object(reducers, "learn_layout", learn):
+    slices = dataclasses.replace(reducers.slices, learn_layout=learn)
+    with mock.patch.object(reducers, "slices", slices):
         return train(scenario, "auto", scenario.dtypes[0])
 
 
