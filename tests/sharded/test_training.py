@@ -20,8 +20,8 @@ ROUNDING_EPS: Final = {torch.float32: 2.0**12, torch.bfloat16: 8.0}
 roots of gradients that may be tiny. 500 was measured in fp32."""
 
 MUON_EPS: Final = 2.0**18
-"""The same for Muon, which iterates in bf16. 19308 was measured, and 142631 with a compiled forward;
-plain DDP with other buckets differs by 19308 and 96962."""
+"""The same for Muon, which iterates in bf16. 19308 was measured, 142631 with a compiled forward.
+Plain DDP with other buckets differs by 19308 and 96962."""
 
 SHARES: Final = {"sgd": 0.0, "adafactor": 1.25}
 """Most of the state on a rank, in shares. Adafactor's is not proportional to a parameter's size."""
