@@ -62,6 +62,7 @@ class ReduceToOwners(AllReduce):
         it has been waited for, this rank's part of the memory holds averages; the rest is
         undefined."""
         ranks = self.group.size()
+        self._clear_padding(bucket, memory)
         real = torch.view_as_real(memory).view(-1) if memory.is_complex() else memory
         sizes = self._sizes(bucket, factor=real.numel() // memory.numel())
         is_collective = self.averages(memory.dtype)
@@ -99,6 +100,15 @@ class ReduceToOwners(AllReduce):
                 mine.div_(ranks)
 
         return wait
+
+    def _clear_padding(self, bucket: Bucket, memory: Tensor) -> None:
+        """Zero the space between the gradients of two owners, which is sent too: NCCL may be asked
+        to check what it sends for NaN."""
+        kinds = self._parameters.kinds
+        ends = [o + kinds[n].numel for n, o in zip(bucket.numbers, bucket.offsets, strict=True)]
+        for end, begin in zip(ends, bucket.offsets[1:], strict=False):
+            if end < begin:
+                memory[end:begin].zero_()
 
     def _sizes(self, bucket: Bucket, factor: int) -> list[int]:
         """The number of real elements of each rank's part of a bucket, with the space behind it."""

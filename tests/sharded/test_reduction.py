@@ -139,6 +139,12 @@ def test_other_shares_are_reduced_in_one_group() -> None:
     assert calls[-1] == ("wait",), "a rank that owns nothing is no root"
 
 
+def test_the_space_between_owners_is_sent_as_zeros() -> None:
+    calls, _ = reduced(Group(2, 0), (8, 20))
+    sent = [call[2] for call in calls if call[0] == "reduce"]
+    assert sent == [[1.0] * 20 + [0.0] * 12, [1.0] * 8]
+
+
 def test_smaller_dtypes_are_summed_and_divided_in_the_wider_one() -> None:
     calls, memory = reduced(Group(2, 0), (16, 16), dtype=torch.bfloat16)
     assert calls == [("reduce_scatter", [1.0] * 16, 32, dist.ReduceOp.SUM)]
