@@ -22,7 +22,7 @@ AFTER_LAP: Final = 2  # Steps with the default, during which ranks exchange the 
 MOST_STEPS: Final = 100
 LEAST_LAPS: Final = 3
 FINALISTS: Final = 3  # How many layouts other than the default take part after the first lap.
-LEAST_GAIN: Final = 0.01  # Share of a step. If the gain is smaller, the default is kept.
+LEAST_GAIN: Final = 0.02  # Share of a step; processes of equal buckets differ by as much.
 DEFAULT: Final = 0  # Index of the default layout.
 
 

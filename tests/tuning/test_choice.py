@@ -155,8 +155,8 @@ def table(*rows: Sequence[float]) -> Callable[[int, int], float]:
     [
         pytest.param([[1.0], [0.9], [1.1]], 1, id="faster in each lap"),
         pytest.param([[1.0], [1.0], [1.0]], 0, id="no difference"),
-        pytest.param([[1.0], [0.985]], 1, id="a gain"),
-        pytest.param([[1.0], [0.995]], 0, id="too small a gain"),
+        pytest.param([[1.0], [0.975]], 1, id="a gain"),
+        pytest.param([[1.0], [0.985]], 0, id="too small a gain"),
         pytest.param(
             [[1.0], [0.8, 0.8, 1.1, 0.9, 0.9, 1.2, 1.1, 0.9, 0.9, 1.1]], 0, id="within the spread"
         ),
