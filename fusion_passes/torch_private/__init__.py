@@ -22,6 +22,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 # Operators are recognised by their type and decoded by their schema.
 from torch._ops import OpOverload
 
+# Fake tensors carry shapes, dtypes and strides of the nodes that a pass adds.
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
 # Collectives are called as methods of process groups.
 from torch.distributed.distributed_c10d import ProcessGroup
 
@@ -33,6 +36,9 @@ from torch.utils._config_module import _ConfigEntry as ConfigEntry
 # The text of a graph abbreviates dtypes as torch does: "bf16".
 from torch.utils._dtype_abbrs import dtype_abbrs
 
+# A dispatch mode records tensor code in graphs.
+from torch.utils._python_dispatch import TorchDispatchMode
+
 # Arguments of a forward can be nested.
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -41,8 +47,11 @@ __all__ = [  # The imported names; the functions of this file follow below.
     "ConfigDefinition",
     "ConfigEntry",
     "CustomGraphPass",
+    "FakeTensor",
+    "FakeTensorMode",
     "OpOverload",
     "ProcessGroup",
+    "TorchDispatchMode",
     "dtype_abbrs",
     "inductor_config",
     "tree_leaves",
