@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -56,7 +57,7 @@ def test_refuses_a_wrong_value_and_keeps_the_old_one(value: object) -> None:
 
 @pytest.mark.parametrize("value", ["Auto", 25])
 def test_refuses_a_wrong_option_of_one_compile(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"ddp_fusion must be one of 'concat', 'coalesced'"):
+    with pytest.raises(ValueError, match=r"torch.compile\(options=.*'concat', 'coalesced'"):
         torch.compile(lambda x: x, options={"ddp_fusion": value})
 
 
@@ -163,6 +164,15 @@ def test_other_peoples_passes_come_first_and_stay(
         compiled(torch.ones(2, 4)).sum().backward()
         assert ran[-2:] == (["theirs", "FusePass"] if graph == "compiled_autograd" else [])
         assert getattr(inductor_config, SLOT) is (theirs if is_global else None)
+
+
+def test_a_thread_keeps_the_value_that_it_has_set() -> None:
+    """A thread that has set none sees the last one."""
+    with inductor_config.patch(ddp_fusion="concat"), ThreadPoolExecutor(1) as thread:
+        assert thread.submit(lambda: inductor_config.ddp_fusion).result() == "concat"
+        thread.submit(setattr, inductor_config, "ddp_fusion", "coalesced").result()
+        assert inductor_config.ddp_fusion == "concat"
+        assert thread.submit(lambda: inductor_config.ddp_fusion).result() == "coalesced"
 
 
 @pytest.mark.newest_torch
