@@ -9,6 +9,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final, cast
 
 import torch
@@ -47,7 +48,6 @@ def install_flag() -> None:
         on_averaged=backward_counts.note,
         on_unowned=warn_not_reduced,
         on_change=_installation.update,
-        on_backward=before_backward,
         shard=shard,
         learn_layout=learn_layout,
         report_when_freed=report_when_freed,
@@ -123,7 +123,10 @@ def _shards() -> bool:
 
 
 def _for_sharded(undo: contextlib.ExitStack) -> None:
-    """Patch torch for modules whose optimizers are divided by the ranks."""
+    """Patch torch for modules whose optimizers are divided by the ranks, and prepare for each
+    backward."""
+    reducers.slices = replace(reducers.slices, on_backward=before_backward)
+    undo.callback(_prepare_no_backward)
     # After a step, owners send their parameters to all ranks.
     for handle in hook_steps():
         undo.callback(handle.remove)
@@ -142,6 +145,10 @@ def _for_sharded(undo: contextlib.ExitStack) -> None:
     _wrap(undo, f"{dcp}._get_optim_state_dict", checkpoints.get_state)
     _wrap(undo, f"{dcp}._load_optim_state_dict", checkpoints.load_state)
     _wrap(undo, f"{dcp}._split_optim_state_dict", checkpoints.split_state)
+
+
+def _prepare_no_backward() -> None:
+    reducers.slices = replace(reducers.slices, on_backward=Slices.on_backward)
 
 
 def _wrap(undo: contextlib.ExitStack, what: str, replacement: Callable[..., Any]) -> None:

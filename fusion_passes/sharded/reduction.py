@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import types
 from collections.abc import Collection
 from typing import TypeAlias
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusion_passes.layout.layout import Bucket, ParameterNumber
+from fusion_passes.layout.layout import Bucket, ParameterNumber, Piece
 from fusion_passes.reducer.communication import AllReduce, Wait
 from fusion_passes.reducer.parameters import Parameters
 from fusion_passes.reducer.scaling import collective_averages
@@ -54,6 +53,7 @@ class ReduceToOwners(AllReduce):
         self._parameters = parameters
         self._local: dict[ParameterNumber, _Mark] = {}
         self._averages: dict[ParameterNumber, tuple[_Mark, Tensor]] = {}
+        self._known: dict[Piece, tuple[list[int], list[slice]]] = {}
 
     # --- Launches --------------------------------------------------------------------------------
 
@@ -62,9 +62,11 @@ class ReduceToOwners(AllReduce):
         it has been waited for, this rank's part of the memory holds averages; the rest is
         undefined."""
         ranks = self.group.size()
-        self._clear_padding(bucket, memory)
+        sizes, gaps = self._divided(bucket)
+        for gap in gaps:  # They are sent too, and NCCL may be asked to check that for NaN.
+            memory[gap].zero_()
         real = torch.view_as_real(memory).view(-1) if memory.is_complex() else memory
-        sizes = self._sizes(bucket, factor=real.numel() // memory.numel())
+        sizes = [size * real.numel() // memory.numel() for size in sizes]
         is_collective = self.averages(memory.dtype)
         is_first = torch.float16 in (memory.dtype, self.dtype)  # It has a small range.
         if is_first:
@@ -101,26 +103,19 @@ class ReduceToOwners(AllReduce):
 
         return wait
 
-    def _clear_padding(self, bucket: Bucket, memory: Tensor) -> None:
-        """Zero the space between the gradients of two owners, which is sent too: NCCL may be asked
-        to check what it sends for NaN."""
-        kinds = self._parameters.kinds
-        ends = [o + kinds[n].numel for n, o in zip(bucket.numbers, bucket.offsets, strict=True)]
-        for end, begin in zip(ends, bucket.offsets[1:], strict=False):
-            if end < begin:
-                memory[end:begin].zero_()
-
-    def _sizes(self, bucket: Bucket, factor: int) -> list[int]:
-        """The number of real elements of each rank's part of a bucket, with the space behind it."""
-        kinds, ranks = self._parameters.kinds, self.group.size()
-        begins: dict[int, int] = {}
-        for number, offset in zip(bucket.numbers, bucket.offsets, strict=True):
-            begins.setdefault(kinds[number].owner, offset)
-        starts = [*begins.items(), (ranks, bucket.numel)]
-        sizes = [0] * ranks
-        for (owner, start), (_, end) in itertools.pairwise(starts):
-            sizes[owner] = (end - start) * factor
-        return sizes
+    def _divided(self, bucket: Bucket) -> tuple[list[int], list[slice]]:
+        """The number of elements of each rank's part of a bucket, with the space behind it, and
+        where such space is. Looked up after the first call for these gradients."""
+        known = self._known.get(bucket.numbers)
+        if known is None:
+            kinds, sizes, gaps = self._parameters.kinds, [0] * self.group.size(), list[slice]()
+            ends = [*bucket.offsets[1:], bucket.numel]
+            for number, begin, end in zip(bucket.numbers, bucket.offsets, ends, strict=True):
+                sizes[kinds[number].owner] += end - begin
+                if begin + kinds[number].numel < end:
+                    gaps.append(slice(begin + kinds[number].numel, end))
+            known = self._known[bucket.numbers] = sizes, gaps
+        return known
 
     def scaling(self, dtype: torch.dtype) -> str:
         if self.averages(dtype):
@@ -176,7 +171,7 @@ class ReduceToOwners(AllReduce):
             self._local[number] = _mark(gradient)
 
     def has_local(self, numbers: Collection[ParameterNumber]) -> set[ParameterNumber]:
-        """Those of these parameters whose ``.grad`` has gradients of this rank alone."""
+        """Find the parameters whose ``.grad`` has gradients of this rank alone."""
         parameters = self._parameters.all
         held = {number for number in numbers if parameters[number].grad is not None}
         return {n for n in held if n in self._local or n in self.elsewhere}
