@@ -36,6 +36,8 @@ def forget() -> None:
 
 def _renew(value: Any) -> None:
     """Initialize an object again, except for callbacks."""
-    kept = {n: v for n, v in vars(value).items() if callable(v) or type(v).__name__ == "Slices"}
+    from fusion_passes.reducer.backward import Slices
+
+    kept = {n: v for n, v in vars(value).items() if callable(v) or isinstance(v, Slices)}
     type(value).__init__(value)
     vars(value).update(kept)

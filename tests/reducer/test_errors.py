@@ -29,6 +29,7 @@ from fusion_passes.reducer.reducer import reducer_of
 from testing import models
 from testing.registered import registered_by_nobody
 from testing.threads import run_at_once
+from tests.reducer.test_unfinished import Heads
 
 RUN = Callable[..., list[Any]]
 X = torch.ones(4, models.WIDTH)
@@ -275,6 +276,26 @@ def test_a_note_goes_when_its_iteration_ends_well(run_on_ranks: RUN, ends_well: 
     told = run_on_ranks(2, _note_after, ends_well=ends_well)
     assert told[0][1] is told[1][1] is False
     assert ("ZeroDivisionError: a user's error" in told[0][0]) is not ends_well
+
+
+def _note_of_a_refused_backward() -> str:
+    """The text that rank 0 gets if rank 1 calls a second backward, which is refused."""
+    with inductor_config.patch(ddp_fusion="concat"):
+        ddp = DistributedDataParallel(Heads(), find_unused_parameters=True)
+        first, second = ddp(torch.ones(2, 2))
+        first.sum().backward()
+        if dist.get_rank() == 1:
+            with pytest.raises(RuntimeError, match="A second backward"):
+                second.sum().backward()
+        dist.barrier()
+        said = reducer_of(ddp).failures.why_failed(1, RuntimeError("timed out"))
+        dist.barrier()
+    return str(said or "")
+
+
+def test_a_backward_that_is_refused_leaves_a_note(run_on_ranks: RUN) -> None:
+    told, _ = run_on_ranks(2, _note_of_a_refused_backward)
+    assert "A second backward reaches outputs" in told
 
 
 # --- A rank that does not come -------------------------------------------------------------------

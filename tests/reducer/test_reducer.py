@@ -147,6 +147,39 @@ def test_a_module_that_is_converted_is_still_averaged(run_on_ranks: RUN, is_comp
     run_on_ranks(2, converted_after_construction, is_compiled=is_compiled)
 
 
+def in_other_orders_unwalked() -> None:
+    """Two modules of one group, whose gradients arrive in another order on each rank, in backwards
+    that the package does not see begin."""
+    run = Run(is_fused=True, dtype=torch.float32, device=torch.device("cpu"))
+    with inductor_config.patch(ddp_fusion="concat"):
+        modules = [DistributedDataParallel(run.mlp(depth)) for depth in (2, 3)]
+    engine: Any = torch.autograd.Variable._execution_engine
+    for step in range(3):
+        inputs = run.rows(step)[0]
+        order = modules if dist.get_rank() == 0 else modules[::-1]
+        losses = [ddp(inputs).sum() for ddp in order]
+        for ddp in modules:
+            ddp.zero_grad()
+        total = torch.stack(losses).sum()
+        engine.run_backward(
+            (total,),
+            (torch.ones_like(total),),
+            False,
+            False,
+            (),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+        for ddp in modules:
+            _assert_averaged(ddp.module, inputs, torch.float32)
+
+
+def test_modules_of_one_group_launch_in_one_order_in_backwards_that_are_not_walked(
+    run_on_ranks: RUN,
+) -> None:
+    run_on_ranks(2, in_other_orders_unwalked)
+
+
 def forwards_in_threads() -> None:
     """Sequence numbers of autograd nodes start anew in each thread. A second backward, through
     another forward and another output of it, does not continue the first one."""

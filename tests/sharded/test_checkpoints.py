@@ -26,11 +26,11 @@ from fusion_passes.sharded.checkpoints import PART
 from tests.sharded.trainings import (
     PLAIN,
     SHARDED,
-    backward,
     largest_difference,
     network,
     one_thread,
     parameters_of,
+    steps,
     wrapped,
 )
 
@@ -43,13 +43,6 @@ def optimizer_of(ddp: nn.Module, kind: str = "AdamW") -> torch.optim.Optimizer:
     groups: list[Any] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
     made: torch.optim.Optimizer = getattr(torch.optim, kind)(groups, lr=0.01)
     return made
-
-
-def steps(ddp: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
-    for step in range(first, last):
-        backward(ddp, step)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 class Half:

@@ -1,4 +1,4 @@
-"""What a sharded optimizer would get wrong is refused in words, on all ranks alike."""
+"""A sharded optimizer refuses, on all ranks alike, each use that it would get wrong."""
 
 from __future__ import annotations
 

@@ -49,6 +49,13 @@ def backward(forward: Callable[..., Any], step: int, dtype: torch.dtype = torch.
     forward(rows(step, dtype)).square().mean().backward()
 
 
+def steps(ddp: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        backward(ddp, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def parameters_of(*models: nn.Module) -> Tensors:
     return [parameter.detach().clone() for model in models for parameter in model.parameters()]
 
@@ -225,7 +232,7 @@ def frozen(flag: FusionConfig) -> Tensors:
 
 
 class Branches(nn.Module):
-    """Layers of which a forward takes some, with a weight that two layers share."""
+    """Several layers. A forward runs some of them, and two of them share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,10 +301,7 @@ def complex_and_other_strides(flag: FusionConfig) -> Tensors:
 
     ddp = wrapped(flag, Sum())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
-    for step in range(3):
-        backward(ddp, step)
-        optimizer.step()
-        optimizer.zero_grad()
+    steps(ddp, optimizer, 0, 3)
     return parameters_of(ddp)
 
 
@@ -329,10 +333,7 @@ def smaller(flag: FusionConfig, dtype: str) -> Tensors:
     options: dict[str, Any] = {"reduce_dtype": dtype, "shard_optimizer": flag.shard_optimizer}
     ddp = wrapped(FusionConfig(**options), network())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    for step in range(3):
-        backward(ddp, step)
-        optimizer.step()
-        optimizer.zero_grad()
+    steps(ddp, optimizer, 0, 3)
     return parameters_of(ddp)
 
 
