@@ -24,7 +24,7 @@ class FusionWarning(UserWarning):
 
 
 _warned: Final = dict[str, str]()
-"""What the user was warned of, by topic."""
+"""The warnings that the user has been given, by topic."""
 
 
 def warnings_so_far() -> tuple[str, ...]:

@@ -138,9 +138,9 @@ def plan_layout(pieces: Iterable[Piece], kinds: Kinds, caps: BucketCaps) -> Layo
     closes it. Within a bucket, pieces whose size is divisible by a larger power of two come first,
     so that the pieces after them are aligned. Buckets of delayed gradients are launched last.
 
-    A piece of gradients with several owners is split too, but its parts may share a bucket. Within
-    a bucket, the gradients of one owner lie together, in the order of the owners' ranks. Those of
-    each owner begin at a multiple of :data:`ALIGNMENT` elements.
+    A piece of gradients with several owners is split too, but its parts may share a bucket. A
+    bucket holds the gradients of each owner together, owners in the order of their ranks, and each
+    owner's first gradient begins at a multiple of :data:`ALIGNMENT` elements.
     """
     open_: dict[_BucketKey, list[Piece]] = {}
     closed: list[list[Piece]] = []

@@ -103,14 +103,13 @@ were copied into their buckets."""
 RunEngine: TypeAlias = Callable[[RunningBackward, Sequence[Any], Callable[[], Any]], Any]
 """Runs a backward from these outputs by calling autograd's engine, which it is given."""
 
-
 Shard: TypeAlias = Callable[[str, Parameters, AllReduce], tuple[Parameters, AllReduce]]
 """See :attr:`Slices.shard`."""
 
 
 @dataclass(frozen=True)
 class Slices:
-    """What the slices of the package, which the core does not import, add to it.
+    """The functions of the package's slices that the core calls without importing them.
 
     Attributes:
         run_engine: runs a backward, and may trace it.

@@ -268,7 +268,7 @@ class BucketMemory:
     def _in_bucket(
         self, numbers: Iterable[ParameterNumber], memory: Tensor
     ) -> Iterator[nn.Parameter]:
-        """Those of these parameters whose gradients lie in a bucket's memory."""
+        """Find the parameters whose gradients lie in a bucket's memory."""
         addresses = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes)
         for number in numbers:
             parameter = self._parameters.all[number]

@@ -50,7 +50,7 @@ class CompileLog:
 
 
 compile_log: Final = CompileLog()
-"""What was done to each compiled graph."""
+"""The reports of the graphs that were compiled."""
 
 
 def one_for_each_plan(reports: Iterable[FusionReport]) -> tuple[FusionReport, ...]:

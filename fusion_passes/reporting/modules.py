@@ -18,7 +18,7 @@ from fusion_passes.reporting.records import BackwardReport, BucketReport, Module
 from fusion_passes.torch_private.process_groups import backend_name
 
 _gone: Final = list[ModuleReport]()
-"""What was done for modules that were freed since the last one was constructed."""
+"""The reports of modules that were freed since the last module was constructed."""
 
 
 def module_reports() -> tuple[ModuleReport, ...]:

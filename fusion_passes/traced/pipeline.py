@@ -49,7 +49,7 @@ def run_pipeline(
     concat = FuseByConcat(plan.buckets, plan.digest())
     if not runner.run(concat if mode == "concat" else FuseByCoalescing(plan.buckets)):
         raise CannotLaunchError("TORCHINDUCTOR_DISABLED_PASSES switches off the pass that fuses")
-    launches = groups.launches_in(graph)  # Those of the plan's buckets, in their order.
+    launches = groups.launches_in(graph)  # One for each bucket of the plan, in its order.
     is_placed = runner.run(PlaceReductions(groups))  # Moves nodes, adds none.
     placements = placements_of(graph, launches) if is_placed else ()
     runner.run(PinOrder(groups))  # Last: it pins the order that it finds.
