@@ -25,7 +25,7 @@ from fusion_passes.graph.collectives import (
     is_wait,
 )
 from fusion_passes.graph.families import DIVISIONS
-from fusion_passes.graph.text import dtype_name, value_text
+from fusion_passes.graph.text import dtype_name
 from fusion_passes.traced.owners import DdpGroups, Owner
 
 
@@ -174,19 +174,21 @@ def _divides_for(launch: fx.Node, node: fx.Node) -> bool:
 
 def _unsupported(node: fx.Node, call: AllReduceNode, owner: Owner) -> str | None:
     value = node.meta.get("val")
+    users = list(node.users)
+    reason = None
     if owner.number < 0:
-        return "it already reduces a bucket"
-    if node.target is not ALL_REDUCE or call.reduce_op != "sum":
-        return f"it is not the sum that a hook of DDP's launches: its reduce op is {call.reduce_op}"
-    if len(node.users) != 1 or not is_wait(next(iter(node.users))):
-        names = ", ".join(user.name for user in node.users) or "nothing"
-        return f"its result is read by {names}, not by a single wait"
-    is_plain = (
-        isinstance(value, torch.Tensor)
-        and value.layout is torch.strided
-        and not value.is_complex()
-        and all(isinstance(size, int) for size in value.shape)
-    )
-    return (
-        None if is_plain else f"its value {value_text(value)} is not dense, real and of one shape"
-    )
+        reason = "it already reduces a bucket"
+    elif node.target is not ALL_REDUCE:
+        reason = "it is an in-place all-reduce"
+    elif call.reduce_op != "sum":
+        reason = f"its reduce op is {call.reduce_op or 'a premultiplied sum'}, not sum"
+    elif len(users) != 1 or not is_wait(users[0]):
+        names = ", ".join(user.name for user in users) or "nothing"
+        reason = f"its result is read by {names}, not by a single wait"
+    elif not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        reason = "its node has no metadata of a dense tensor"
+    elif value.is_complex():
+        reason = f"its dtype is {dtype_name(value.dtype)}, and complex gradients are not traced"
+    elif not all(isinstance(size, int) for size in value.shape):
+        reason = f"its shape {tuple(value.shape)} is symbolic, unlike a parameter's shape"
+    return reason
