@@ -147,6 +147,15 @@ def test_a_module_before_its_first_step_and_one_with_a_hook() -> None:
     assert "(hook powerSGD_hook, 2 ranks over gloo)" in " ".join(format_modules(hooked).split())
 
 
+def test_parameters_of_a_sharded_optimizer_have_their_times() -> None:
+    sent = SentParameters(30 * MIB, 0.188, 0.031)
+    sharded = dataclasses.replace(MODULE, shard_optimizer=True, sent_parameters=sent)
+    assert format_modules(sharded).splitlines()[-1] == (
+        "parameters: 30.0 MiB sent by their owners after optimizer.step() in 188.0 ms, of which the "
+        "host waited for 31.0 ms"
+    )
+
+
 def format_modules(module: ModuleReport) -> str:
     """The lines of a module, without the first and the last lines of the report."""
     report = dataclasses.replace(
