@@ -11,6 +11,7 @@ from expecttest import assert_expected_inline
 import fusion_passes
 from fusion_passes import BucketReport, FusionReport, ModuleReport, RejectionReport, format_report
 from fusion_passes.layout.caps import MIB
+from fusion_passes.reporting.records import SentParameters
 from fusion_passes.reporting.table import format_bytes
 from fusion_passes.reporting.timeline import BucketTimes
 
