@@ -22,7 +22,7 @@ from fusion_passes.reducer.backward import note_of_other_rank
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.sharded.modules import refuse, refuse_after_failed_step, sharded
 from fusion_passes.sharded.reduction import ReduceToOwners
-from fusion_passes.torch_private.process_groups import begin_broadcasts, begin_exchange
+from fusion_passes.torch_private.process_groups import PARAMETERS, begin_broadcasts, begin_exchange
 from fusion_passes.warnings import warn_once
 
 _ALONE_BYTES: Final = 2**16
@@ -135,7 +135,7 @@ def broadcast(group: Any, tensors: Sequence[tuple[int, Tensor]], backend: str) -
     mine = [tensor for owner, tensor in tensors if owner == rank]
     received = [(owner, tensor) for owner, tensor in tensors if owner != rank]
     sent = [(other, tensor) for tensor in mine for other in ranks if other != rank]
-    begin_exchange(group, sent, received)()
+    begin_exchange(group, sent, received, PARAMETERS)()
 
 
 def send(

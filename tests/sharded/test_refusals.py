@@ -235,3 +235,27 @@ def test_a_rank_that_fails_in_a_step_tells_the_others(run_on_ranks: RUN) -> None
     assert "an optimizer step has failed on this rank" in second
     assert first.startswith("RanksDisagreeError"), first
     assert "rank 1 cannot finish its backward" in first
+
+
+def leaves_out_a_step() -> int:
+    """The number of the step in which this rank has an error; rank 1 leaves out the second one."""
+    layers = [nn.Linear(16, 16, bias=False) for _ in range(2)]
+    ddp = wrapped(SHARDED, nn.Sequential(*layers), bucket_cap_mb=25)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
+    for step in range(6):
+        try:
+            ddp(torch.ones(2, 16)).sum().backward()
+            if (step, dist.get_rank()) != (1, 1):
+                optimizer.step()
+        except RuntimeError:
+            return step
+        optimizer.zero_grad()
+    return -1
+
+
+def test_a_step_that_one_rank_leaves_out_is_no_gradient_of_the_next(run_on_ranks: RUN) -> None:
+    """The gradients of an owner are as large as its parameters: one would be taken for the other,
+    and no rank would notice that."""
+    with inductor_config.patch(ddp_fusion=None):
+        assert run_on_ranks(2, leaves_out_a_step) == [1, 2]
