@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -22,8 +23,8 @@ Norm: TypeAlias = Callable[..., Tensor]
 
 
 @dataclass
-class _Asked:
-    """What ``clip_grad_norm_`` has asked for last.
+class _Asked(threading.local):
+    """What ``clip_grad_norm_`` has asked for last, in each thread.
 
     Attributes:
         answer: the tensor that it was given, with the norm of this rank's gradients; ``None`` once
