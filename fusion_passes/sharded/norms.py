@@ -124,8 +124,8 @@ def _norm(
     parameters: Sequence[Tensor],
 ) -> Tensor:
     """The norm of the gradients of all ranks of these groups, each counted once: a gradient that
-    no rank alone has is on all ranks. Its dtype and device are those that torch gives it, or, if
-    this rank has no gradient, those of the norm of the parameters."""
+    no rank alone has is on all ranks. Its dtype is that of the norm of the parameters, if they are
+    given, since ranks may own gradients of other dtypes."""
     norm_type = float(norm_type)
     if not groups:
         return compute(gradients, norm_type, error_if_nonfinite, foreach)
@@ -153,7 +153,7 @@ def _norm(
     if error_if_nonfinite and not math.isfinite(total.item()):
         # In torch's words, which raises this on all ranks then.
         compute([total], norm_type, True, foreach)
-    like = gradients or parameters
+    like = [p for p in parameters if p.requires_grad] or gradients
     dtypes = [tensor.dtype.to_real() for tensor in like] or [torch.float32]
     device = like[0].device if like else torch.device("cpu")
     return total.to(device, functools.reduce(torch.promote_types, dtypes))
