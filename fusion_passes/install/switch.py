@@ -22,7 +22,13 @@ from fusion_passes.reducer.backward import Slices, reducers, register_on_node
 from fusion_passes.reporting.modules import backward_counts, report_when_freed
 from fusion_passes.sharded import checkpoints
 from fusion_passes.sharded.modules import before_backward, shard
-from fusion_passes.sharded.norms import clip_with_norm, norm_for_clipping, total_norm, unscale
+from fusion_passes.sharded.norms import (
+    by_device_and_dtype,
+    clip_with_norm,
+    norm_for_clipping,
+    total_norm,
+    unscale,
+)
 from fusion_passes.sharded.steps import hook_steps
 from fusion_passes.torch_private import inductor_config, owner_of_name
 from fusion_passes.torch_private.autograd import HOOKS_ON_NODES
@@ -135,6 +141,8 @@ def _for_sharded(undo: contextlib.ExitStack) -> None:
     _wrap(undo, "torch.nn.utils.clip_grad._clip_grads_with_norm_", clip_with_norm)
     # The first one of them again, as users call it.
     _wrap(undo, "torch.nn.utils.get_total_norm", total_norm)
+    # clip_grad_value_ calls this one, also on a rank that owns nothing.
+    _wrap(undo, "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype", by_device_and_dtype)
     # Each rank unscales its own gradients, and all must find the same infinities.
     _wrap(undo, "torch.amp.GradScaler._unscale_grads_", unscale)
     # Each rank saves the state of its own parameters, and keeps that of all that it loads.

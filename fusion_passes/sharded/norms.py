@@ -81,6 +81,14 @@ def clip_with_norm(
     original(parameters, max_norm, total_norm, foreach)
 
 
+def by_device_and_dtype(
+    original: Callable[..., dict[Any, Any]], lists: list[list[Tensor]], *args: Any
+) -> dict[Any, Any]:
+    """Take the place of the function that groups gradients for ``clip_grad_value_``, which does not
+    expect that there are none: a rank may own no parameter."""
+    return original(lists, *args) if lists[0] else {}
+
+
 def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
