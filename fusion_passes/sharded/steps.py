@@ -61,20 +61,14 @@ def hook_steps() -> list[Any]:
 @torch.compiler.disable
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Refuse a step that would not be DDP's."""
-    del args, kwargs
     for reducer, communication, numbers in () if IS_ALONE.get() else held_by(optimizer):
         refuse_after_failed_step(reducer, communication)
         kinds = (kind.__name__ for kind in type(optimizer).__mro__)
         why = next((_REFUSED[kind] for kind in kinds if kind in _REFUSED), "")
-        local = communication.has_local(numbers)
-        if local and not why:
-            why = (
-                f"{type(optimizer).__name__}.step is called while gradients of "
-                f"{reducer.parameters.named(local)} are those of this rank alone. Average them "
-                "first, by a backward outside of no_sync"
-            )
         if why:
             refuse(reducer, f"{why}, or set shard_optimizer = False.")
+        if not _has_closure(args, kwargs):
+            _refuse_local(optimizer, reducer, communication, numbers)
         stepped.add(optimizer)
         communication.held.update(numbers)
         for number in communication.elsewhere.intersection(numbers):
@@ -90,6 +84,27 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
                 "one optimizer.",
             )
         communication.step = _frame_of_step()
+
+
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    """Whether a step was given a closure, whose backward may average gradients."""
+    return any(map(callable, (*args[1:], *kwargs.values())))
+
+
+def _refuse_local(
+    optimizer: Any,
+    reducer: Reducer,
+    communication: ReduceToOwners,
+    numbers: Sequence[ParameterNumber],
+) -> None:
+    local = communication.has_local(numbers)
+    if local:
+        refuse(
+            reducer,
+            f"{type(optimizer).__name__}.step is called while gradients of "
+            f"{reducer.parameters.named(local)} are those of this rank alone. Average them "
+            "first, by a backward outside of no_sync, or set shard_optimizer = False.",
+        )
 
 
 def _frame_of_step() -> FrameType | None:
@@ -113,8 +128,9 @@ _REFUSED: Final = MappingProxyType(
 
 @torch.compiler.disable
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    del args, kwargs
     for reducer, communication, numbers in () if IS_ALONE.get() else held_by(optimizer):
+        if _has_closure(args, kwargs):
+            _refuse_local(optimizer, reducer, communication, numbers)
         try:
             send(reducer, communication, numbers)
         except Exception as error:

@@ -133,6 +133,18 @@ def test_a_step_with_gradients_of_one_rank_is_refused(world: None) -> None:
         optimizer.step()
 
 
+def test_a_closure_that_leaves_gradients_of_one_rank_is_refused(world: None) -> None:
+    ddp = managed()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+    def closure() -> None:
+        with ddp.no_sync():
+            ddp(X).sum().backward()
+
+    with pytest.raises(RuntimeError, match=r"gradients of 0.weight, .* are those of this rank"):
+        optimizer.step(closure)
+
+
 def test_a_gradient_of_a_users_own_is_refused_where_another_rank_owns_it(world: None) -> None:
     ddp = managed()
     for parameter in ddp.parameters():
