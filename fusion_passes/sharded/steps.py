@@ -42,8 +42,9 @@ def held_by(optimizer: Any) -> list[tuple[Reducer, ReduceToOwners, list[Paramete
     return found
 
 
-stepped: Final = weakref.WeakSet[Optimizer]()
-"""The optimizers that have stepped parameters with owners: each rank has a part of their state."""
+stepped: Final = weakref.WeakKeyDictionary[Optimizer, dict[int, int]]()
+"""The optimizers that have stepped parameters with owners, of which each rank has a part of the
+state. For each, the owners of its parameters when it stepped them first, by id."""
 
 IS_ALONE: Final = ContextVar(
     "whether steps of optimizers are those of this rank alone", default=False
@@ -69,7 +70,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             refuse(reducer, f"{why}, or set shard_optimizer = False.")
         if not _has_closure(args, kwargs):
             _refuse_local(optimizer, reducer, communication, numbers)
-        stepped.add(optimizer)
+        _refuse_moved(optimizer, reducer, numbers)
         communication.held.update(numbers)
         for number in communication.elsewhere.intersection(numbers):
             optimizer.state.pop(reducer.parameters.all[number], None)  # Adagrad makes it early.
@@ -84,6 +85,23 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
                 "one optimizer.",
             )
         communication.step = _frame_of_step()
+
+
+def _refuse_moved(optimizer: Any, reducer: Reducer, numbers: Sequence[ParameterNumber]) -> None:
+    """Refuse to step parameters whose state another rank has, since they belong to a new module."""
+    owners, kinds = stepped.setdefault(optimizer, {}), reducer.parameters.kinds
+    owner_of = {
+        n: owners.setdefault(id(reducer.parameters.all[n]), kinds[n].owner) for n in numbers
+    }
+    moved = [number for number, owner in owner_of.items() if owner != kinds[number].owner]
+    if moved and optimizer.state:
+        refuse(
+            reducer,
+            f"{type(optimizer).__name__} has the state of {reducer.parameters.named(moved)} on the "
+            "ranks that owned them in an earlier DistributedDataParallel module, and others own "
+            "them now. Call fusion_passes.full_optimizer_state_dict(optimizer) before that module "
+            "is freed, and load its result when the new one is constructed.",
+        )
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:

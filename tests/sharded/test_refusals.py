@@ -207,6 +207,29 @@ def test_parameters_that_two_optimizers_step_are_named(world: None) -> None:
         optimizers[1].step()
 
 
+def test_a_state_that_other_ranks_have_is_refused(world: None) -> None:
+    """The model is wrapped again with other parameters, so their owners are others."""
+    model = two_layers()
+    ddp: DistributedDataParallel | None = managed(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step(ddp, optimizer)
+    state = optimizer.state_dict()
+    del ddp
+    model[0].weight.requires_grad_(False)
+    ddp = managed(model)
+    with pytest.raises(RuntimeError, match=r"the state of 0\.bias, .* others own them now"):
+        step(ddp, optimizer)
+    state.pop("ddp_fusion_part")  # As the whole state, which takes real ranks to gather.
+    optimizer.load_state_dict(state)
+    step(ddp, optimizer)
+
+
+def step(ddp: Any, optimizer: torch.optim.Optimizer) -> None:
+    ddp(X).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 # --- A step that fails ---------------------------------------------------------------------------
 
 
