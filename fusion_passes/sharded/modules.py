@@ -80,13 +80,22 @@ def refuse(reducer: Reducer, why: str) -> NoReturn:
 
 def refuse_after_failed_step(reducer: Reducer, communication: ReduceToOwners) -> None:
     """Raise an error if a step has begun, runs no longer, and has sent no parameters."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame is not communication.step:
-        frame = frame.f_back if communication.step else None
-    if communication.step and frame is None:  # Else a closure is running that the step has called.
+    # It runs if it has called a closure, which has called this; or in another thread.
+    if communication.step is not None and not _runs(communication.step):
         communication.step = None
         why = "an optimizer step has failed on this rank, so its parameters were not sent to others"
         refuse(reducer, f"{why}. Load a checkpoint on all ranks.")
+
+
+def _runs(called: FrameType) -> bool:
+    """Whether a thread has not returned from a call yet."""
+    for top in sys._current_frames().values():
+        frame: FrameType | None = top
+        while frame is not None and frame is not called:
+            frame = frame.f_back
+        if frame is not None:
+            return True
+    return False
 
 
 def _why_not_owners(reducer: Reducer, communication: ReduceToOwners) -> str:

@@ -15,7 +15,7 @@ from fusion_passes.reducer.communication import AllReduce, Wait
 from fusion_passes.reducer.parameters import Parameters
 from fusion_passes.reducer.scaling import collective_averages
 from fusion_passes.torch_private.autograd import version_of_tensor
-from fusion_passes.torch_private.process_groups import begin_exchange, begin_reduces
+from fusion_passes.torch_private.process_groups import GRADIENTS, begin_exchange, begin_reduces
 from fusion_passes.torch_private.profiling import range_in_profile
 
 _Mark: TypeAlias = tuple[int, int]
@@ -87,6 +87,7 @@ class ReduceToOwners(AllReduce):
                     self.group,
                     [(other, parts[other]) for other in others if sizes[other]],
                     list(zip(others, received, strict=False)),
+                    GRADIENTS,
                 )
 
         def wait() -> None:

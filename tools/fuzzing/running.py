@@ -37,7 +37,8 @@ class Outcome:
 
     Attributes:
         kind: ``equal``; ``warned``: equal, with a warning; ``refused``: the constructor raised a
-            ``ValueError`` that names the flag; ``both raise``: eager DDP raised too;
+            ``ValueError`` that names the flag, or a case with ``shard_optimizer`` raised an error
+            that names this option; ``both raise``: eager DDP raised too;
             ``torch``: a difference or an error that also occurs if the program is compiled without
             the flag; ``reference hung``, ``reference broken`` (an internal assertion of torch
             failed with eager DDP) and ``slow`` (the time limit was reached in a compile) have no
@@ -155,7 +156,9 @@ class Runner:
                 kind = "crashed" if COMPILER.search(actual.error) else "both raise"
                 return Outcome("late" if late else kind, words)
             refused = "ValueError" in actual.error and "ddp_fusion" in actual.error
-            kind = "refused" if refused and actual.stage == (-1,) else "crashed"
+            refused = refused and actual.stage == (-1,)
+            refused |= case.shards_optimizer and "shard_optimizer" in actual.error
+            kind = "refused" if refused else "crashed"
             return Outcome(kind, f"{actual.error}\n{actual.text}")
         averaged = tuple(actual[0].averaged)
         if isinstance(expected, Failure):
