@@ -115,9 +115,8 @@ def refuse_after_failed_step(reducer: Reducer, communication: ReduceToOwners) ->
     while frame is not None and frame is not communication.step:
         frame = frame.f_back if communication.step else None
     if communication.step and frame is None:  # Else a closure is running that the step has called.
-        communication.step = None
         why = "an optimizer step has failed on this rank, so its parameters were not sent to others"
-        refuse(reducer, f"{why}. Load a checkpoint on all ranks.")
+        refuse(reducer, f"{why}. Load a checkpoint of model and optimizer on all ranks.")
 
 
 def _why_not_owners(reducer: Reducer, communication: ReduceToOwners) -> str:
