@@ -35,6 +35,7 @@ GLOBALS: Final = {
     "sharded.checkpoints._IS_WHOLE": Lifetime.PROCESS,
     "sharded.modules.thread": Lifetime.PROCESS,
     "sharded.norms._asked": Lifetime.PROCESS,
+    "sharded.sends.on_the_way": Lifetime.MODULE,
     "sharded.steps.IS_ALONE": Lifetime.PROCESS,
     "sharded.steps.stepped": Lifetime.PROCESS,
     "stored.store_pass._register_lowerings": Lifetime.PROCESS,
