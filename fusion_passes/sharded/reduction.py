@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Collection
 from typing import TypeAlias
@@ -39,6 +40,7 @@ class ReduceToOwners(AllReduce):
         held: the parameters that an optimizer was seen to hold.
         stepped_by: the id of the optimizer that has stepped a parameter since the last average.
         step: the frame of a step that has begun; ``None`` once its parameters have been sent.
+        thread: the thread that trains the module, as far as that is known.
         is_checked: whether other modules were looked at for the same parameters.
     """
 
@@ -49,6 +51,7 @@ class ReduceToOwners(AllReduce):
         self.held: set[ParameterNumber] = set()
         self.stepped_by: dict[ParameterNumber, int] = {}
         self.step: types.FrameType | None = None
+        self.thread: threading.Thread | None = None
         self.is_checked = False
         self._parameters = parameters
         self._local: dict[ParameterNumber, _Mark] = {}

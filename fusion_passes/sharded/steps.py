@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 
 from fusion_passes.layout.layout import ParameterNumber
 from fusion_passes.reducer.reducer import Reducer
-from fusion_passes.sharded.modules import refuse, refuse_after_failed_step, sharded
+from fusion_passes.sharded.modules import note_thread, refuse, refuse_after_failed_step, sharded
 from fusion_passes.sharded.reduction import ReduceToOwners
 from fusion_passes.sharded.sends import on_the_way
 from fusion_passes.warnings import warn_once
@@ -79,6 +79,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
                 "keeps a state, and sends these parameters to all ranks. Give each parameter to "
                 "one optimizer.",
             )
+        note_thread(communication)
         communication.step = _frame_of_step()
 
 

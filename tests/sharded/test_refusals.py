@@ -234,6 +234,27 @@ def step(ddp: Any, optimizer: torch.optim.Optimizer) -> None:
 # --- A step that fails ---------------------------------------------------------------------------
 
 
+def test_a_failed_step_is_an_error_until_a_state_is_loaded(world: None) -> None:
+    """A program that catches the first error would train with old parameters of other ranks."""
+    ddp = managed()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    state = optimizer.state_dict()
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    hook = optimizer.register_step_post_hook(fail)
+    with pytest.raises(ArithmeticError):
+        step(ddp, optimizer)
+    hook.remove()
+    for _ in range(2):
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="an optimizer step has failed on this rank"):
+            step(ddp, optimizer)
+    optimizer.load_state_dict(state)
+    step(ddp, optimizer)
+
+
 class Failing(torch.optim.SGD):
     """Fails on rank 1, in its second step."""
 

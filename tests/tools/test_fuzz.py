@@ -218,6 +218,15 @@ def test_what_a_sharded_optimizer_refuses_names_the_option() -> None:
         assert runner.run(Case(0, (Part(("dense",)),), flag=flag)).kind == kind
 
 
+def test_an_owner_alone_may_raise_in_a_later_micro_batch() -> None:
+    eager, fused = (NO.replace("[1]", f"[1, 0, {number}]") for number in (0, 1))
+    answers = {"eager": eager, "fused": fused, "control": RIGHT, "undivided": RIGHT}
+    runner = FakeRunner(lambda _, which: answers[which])
+    case = Case(0, (Part(("dense",)),))
+    sharded = replace(case, flag={"mode": "concat", "shard_optimizer": True})
+    assert [runner.run(each).kind for each in (case, sharded)] == ["late", "both raise"]
+
+
 def test_shrinking_keeps_what_the_outcome_needs() -> None:
     def answer(case: Case, kind: str) -> Any:
         bad = any("gru" in part.blocks for part in case.parts) and case.loop.zero == "kept"

@@ -204,8 +204,8 @@ def _sharded() -> Iterator[Scenario]:
             fault = Fault(action, 1, point)
             name = f"sharded-three-{action}-1-{point}"
             yield Scenario(name, ranks=3, fault=fault, may_miss=1)
-    # A rank that catches its error and goes on. Without this option the others would not notice
-    # that it has left out a step.
+    # A rank that catches its error and goes on: after one in its backward, with the next batch, as
+    # without this option; after a later one, others would not notice without this option.
     for point, said in (
         ("backward", {0: "the user's own error"}),
         ("after-backward", {}),
@@ -214,7 +214,7 @@ def _sharded() -> Iterator[Scenario]:
         ("send", {0: "the user's own error", 1: _FAILED_STEP}),
     ):
         for goes_on in ("at once", "together"):
-            is_told = goes_on == "at once" or point in ("backward", "send")
+            is_told = point == "send" or (goes_on == "together") == (point == "backward")
             yield Scenario(
                 f"sharded-raise-1-{point}-{goes_on.replace(' ', '-')}",
                 options={"goes_on": goes_on},

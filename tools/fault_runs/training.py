@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fusion_passes  # It reads the flag from the environment.
 from fault_runs.rank import USER_TEXT, Run, UserError
 from fault_runs.scenarios import PEERS
-from fusion_passes.sharded import steps
+from fusion_passes.sharded import sends
 
 WIDTH, LAYERS, ROWS = 16, 4, 4
 STEPS = 8
@@ -216,7 +216,7 @@ def _meet_in_compiles(run: Run) -> None:
 
 def _meet_in_messages(run: Run) -> None:
     """Insert a point behind the launch of the messages that owners send after a step."""
-    module: Any = steps
+    module: Any = sends
     inner = module.begin_exchange
 
     @functools.wraps(inner)

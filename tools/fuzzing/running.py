@@ -150,7 +150,9 @@ class Runner:
             if actual.stage is None:
                 return Outcome(_kind_without_stage(actual), actual.text)
             if isinstance(expected, Failure):
-                late = actual.stage > (expected.stage or ())
+                # An owner alone may raise, maybe with more micro-batches than another rank.
+                depth = 2 if case.shards_optimizer else 3
+                late = actual.stage[:depth] > (expected.stage or ())[:depth]
                 words = f"{actual.error}\ninstead of\n{expected.error}"
                 # Eager DDP compiles nothing: if it raises too, that is a coincidence.
                 kind = "crashed" if COMPILER.search(actual.error) else "both raise"
