@@ -65,7 +65,8 @@ class Loop:
         moves: whether the optimizer steps; otherwise parameters do not change.
         compiling: options of ``torch.compile``.
         before_step: called with the step number.
-        before_note: called with the model before its gradients are recorded.
+        before_note: called with the model, and whether gradients were to be averaged, before they
+            are recorded.
         before_update: called between the last backward of a step and the optimizer.
     """
 
@@ -84,7 +85,7 @@ class Loop:
     moves: bool = True
     compiling: Mapping[str, Any] = field(default_factory=dict)
     before_step: Callable[[int], None] = lambda _: None
-    before_note: Callable[[nn.Module], object] = lambda _: None
+    before_note: Callable[[nn.Module, bool], object] = lambda _, __: None
     before_update: Callable[[], object] = lambda: None
 
     @property
@@ -118,7 +119,7 @@ def train(run: Run, model: nn.Module, **loop: Any) -> None:
             synced = written.is_synced(step, micro)
             with synced_if(model, synced):
                 backward(batch_of(run, written, step, micro), *written.taken(step))
-            written.before_note(model)
+            written.before_note(model, synced)
             run.note_backward(model, synced=synced)
         written.before_update()
         if written.moves:

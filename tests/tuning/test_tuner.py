@@ -114,7 +114,7 @@ def trained(run: Run, steps: int, model: str = "", **loop: Any) -> Start:
     if run.is_fused and reducer_of(ddp).assignment.is_fixed:
         begun.fixed = buckets_of(reducer_of(ddp))
 
-    def note(_: nn.Module) -> None:
+    def note(_: nn.Module, __: bool) -> None:
         if run.is_fused and reducer_of(ddp).steps > len(begun.stored):
             begun.buckets.append(buckets_of(reducer_of(ddp)))
             begun.stored.append(reducer_of(ddp).record.num_stored)
