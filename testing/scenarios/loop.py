@@ -164,7 +164,6 @@ def backwards(
     steps: int = 3,
     *takes: Any,
     first: int = 0,
-    micro: int = 0,
     size: int = 4,
     zero: Zero = "none",
     synced: bool = True,
@@ -178,7 +177,6 @@ def backwards(
         steps: number of forwards.
         takes: further arguments of the forward.
         first: number of the first batch.
-        micro: number of the micro-batch.
         size: batch size.
         zero: as in :class:`Loop`, before each backward.
         synced: whether gradients are averaged, that is, not under ``no_sync``.
@@ -186,5 +184,5 @@ def backwards(
     for step in range(first, first + steps):
         clear_gradients(model, zero, model.zero_grad)
         with synced_if(model, synced):
-            linear_loss(forward, run.rows(step, micro, size=size), *takes).backward()
+            linear_loss(forward, run.rows(step, size=size), *takes).backward()
         run.note_backward(model, synced=synced)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
 from fusion_passes.layout.caps import BucketCaps
-from fusion_passes.layout.layout import GradientKind, Layout, decode, encode, lay_out, plan_layout
+from fusion_passes.layout.layout import Layout, decode, encode, lay_out, plan_layout
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.parameters import Parameters
 from fusion_passes.reducer.reducer import reducer_of
@@ -24,15 +24,11 @@ from fusion_passes.sharded import norms, steps
 from fusion_passes.sharded.modules import with_owners
 from fusion_passes.sharded.reduction import ReduceToOwners
 from fusion_passes.sharded.steps import broadcast
+from tests.layout.test_layout import kinds
 from tests.sharded.trainings import SHARDED, wrapped
 from tests.support.fake_world import fake_world, two_layers
 
-CPU: Final = torch.device("cpu")
 CAPS: Final = BucketCaps(2**20, 2**20)
-
-
-def kinds(*numels: int, dtype: torch.dtype = torch.float32) -> Any:
-    return {number: GradientKind(numel, dtype, CPU) for number, numel in enumerate(numels)}
 
 
 # --- Owners --------------------------------------------------------------------------------------

@@ -31,9 +31,9 @@ def method(name: str, *ratios: float, cap_mb: float | None = None, **values) -> 
     return made
 
 
-def cell_of(*methods: Method, eager: float = 2.0, **values) -> Comparison:
+def cell_of(*methods: Method, **values) -> Comparison:
     plain = method(PLAIN, 1.0, 1.0, 1.0, peak_bytes=100)
-    reference = method(EAGER, eager, eager, eager)
+    reference = method(EAGER, 2.0, 2.0, 2.0)
     return Comparison("mlp", [plain, reference, *methods], ("1gbit",), **values)
 
 
