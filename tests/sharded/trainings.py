@@ -26,10 +26,10 @@ STEPS: Final = 10
 Tensors = list[Tensor]
 
 
-def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+def network(dtype: torch.dtype = torch.float32, *, depth: int = 5) -> nn.Sequential:
     """Layers whose gradients round, with an odd number of outputs."""
     torch.manual_seed(0)
-    hidden = [part for _ in range(4) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+    hidden = [part for _ in range(depth - 1) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
     return nn.Sequential(*hidden, nn.Linear(WIDTH, 3)).to(dtype)
 
 
@@ -308,7 +308,7 @@ def complex_and_other_strides(flag: FusionConfig) -> Tensors:
 def compiled_steps(flag: FusionConfig) -> Tensors:
     """A compiled optimizer, and then a whole step in one compiled function."""
     torch._dynamo.reset()
-    ddp = wrapped(flag, network())
+    ddp = wrapped(flag, network(depth=2))
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
     compiled: Any = torch.compile(optimizer.step)
 

@@ -90,17 +90,17 @@ def delayed_eager(run: Run) -> None:
 def delayed_options(run: Run) -> None:
     """Delayed reductions of ignored parameters, of parameters of several dtypes, and together with
     other options of DDP, which do not apply to them."""
-    model = run.mlp()
+    model = run.mlp(2)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
     ignored = delayed_in(run, model, "0.")
     train(run, ignored)
     run.note("ignored", model._ddp_params_and_buffers_to_ignore)
     dtypes = delayed_in(run, TwoDtypes(), "low.", "single.")
     train(run, dtypes)
-    train(run, delayed_in(run, run.mlp(), "2.", static_graph=True))
-    train(run, delayed_in(run, run.mlp(), "2.", find_unused_parameters=True))
+    train(run, delayed_in(run, run.mlp(2), "2.", static_graph=True))
+    train(run, delayed_in(run, run.mlp(2), "2.", find_unused_parameters=True))
     # Each rank has another weight if DDP broadcasts nothing.
-    model = run.mlp()
+    model = run.mlp(2)
     with torch.no_grad():
         model.get_parameter("0.weight").add_(dist.get_rank() if run.is_fused else 0)
     train(run, delayed_in(run, model, "0.weight", init_sync=False))
