@@ -52,14 +52,6 @@ def stored(ddp: DistributedDataParallel, forward: Callable[..., Any], steps: int
     return counts
 
 
-@pytest.mark.parametrize("flag", ["concat", "coalesced", TRACED])
-def test_the_flag_may_be_set_around_the_constructor_alone(flag: Any) -> None:
-    ddp = managed(flag)
-    assert stored(ddp, torch.compile(ddp)) == [0, 4, 4]
-    traced = [b.reduced_in for b in fusion_passes.report().backwards]
-    assert traced == (["reducer", "compiled_autograd"] if flag is TRACED else ["reducer"] * 2)
-
-
 def test_what_was_compiled_before_the_flag_was_unset_goes_on() -> None:
     with inductor_config.patch(ddp_fusion="concat"):
         ddp = DistributedDataParallel(two_layers())
