@@ -3,7 +3,6 @@ before all are launched."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,11 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.used_parameters import FoundUnused
+from testing.processes import RUN
 from testing.scenarios.features.models import MODELS
 from testing.scenarios.loop import backwards
 from testing.scenarios.run import Run
-
-RUN = Callable[..., list[Any]]
 
 
 def goes_on_beside_its_launches(mode: str, is_disabled: bool) -> None:

@@ -16,14 +16,13 @@ from torch.utils.checkpoint import checkpoint
 from fusion_passes import FusionWarning
 from fusion_passes.reducer.reducer import reducer_of
 from testing.models import OUTPUTS, Exact, linear_loss
+from testing.processes import RUN
 from testing.scenarios.catalog import SMALL_MB
 from testing.scenarios.loop import backwards
 from testing.scenarios.run import Run
 from testing.threads import run_at_once
 from tests.reducer.test_unfinished import Heads
 from tests.support.beside_eager import beside_eager
-
-RUN = Callable[..., list[Any]]
 
 
 def _steps(run: Run, ddp: Any, losses: Callable[[int], list[Tensor]]) -> tuple[list[int], int]:

@@ -28,9 +28,9 @@ from fusion_passes.config import ReduceMode
 from fusion_passes.reporting import recording
 from fusion_passes.reporting.modules import backward_counts
 from fusion_passes.reporting.timeline import RankSteps
+from testing.processes import RUN
 from tests.support.fake_world import fake_world, two_layers
 
-RUN = Callable[..., list[Any]]
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "report.schema.json").read_text())
 
 

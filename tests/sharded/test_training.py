@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import pytest
 import torch
 
+from testing.processes import RUN
 from tests.sharded.trainings import LOOPS, OPTIMIZERS, of_loop, of_optimizers
-
-RUN = Callable[..., list[Any]]
 
 NIGHTLY = pytest.mark.nightly
 FOUR = pytest.mark.xdist_group("four ranks")

@@ -24,13 +24,13 @@ from fusion_passes.reducer.reducer import reducer_of
 from fusion_passes.traced.backwards import FIRST
 from testing import models
 from testing.models import linear_loss
+from testing.processes import RUN
 from testing.scenarios.catalog import SMALL_MB
 from testing.scenarios.loop import backwards as train_steps
 from testing.scenarios.run import Run, synced_if
 from tests.support.beside_eager import beside_eager
 from tests.support.fake_world import one_rank, two_layers
 
-RUN = Callable[..., list[Any]]
 TRACED = FusionConfig(backward_graph="compiled_autograd")
 
 

@@ -32,12 +32,11 @@ from fusion_passes.tuning import tuner
 from fusion_passes.tuning.choice import AFTER_LAP, MOST_STEPS, TURN, Contest
 from fusion_passes.tuning.tuner import WARM_UP, LayoutTuner
 from testing import models
+from testing.processes import RUN
 from testing.scenarios.loop import train
 from testing.scenarios.run import Run
 from tests.support.beside_eager import beside_eager
 from tests.support.fake_world import fake_world, one_rank
-
-RUN = Callable[..., list[Any]]
 
 LAYERS = 6
 CAP_MB = 600 / 2**20
