@@ -10,7 +10,8 @@ import jsonschema
 import pytest
 
 from fusion_passes.reducer.copies import BESIDE, SEVERAL
-from tests.support.launch import ROOT, launch
+from tests.reporting.test_recording import SCHEMA
+from tests.support.launch import launch
 
 SCRIPT = """
 import sys
@@ -60,8 +61,7 @@ def test_a_script_is_run_as_it_is_and_explained(tmp_path: Path) -> None:
     assert "sent, ms" in said
     assert "of DDP 0 (Linear): reduced by the reducer while the backward ran" in said
     found: dict[str, Any] = json.loads(report.read_text())
-    schema = json.loads((ROOT / "docs" / "report.schema.json").read_text())
-    jsonschema.validate(found, schema)
+    jsonschema.validate(found, SCHEMA)
     assert found["flag"]["mode"] == "coalesced"
     assert found["modules"][0]["mode"] == "coalesced"
     assert found["modules"][0]["buckets"][0]["times"]["ended_s"] > 0
