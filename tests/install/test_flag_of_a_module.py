@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,8 +27,7 @@ TRACED = FusionConfig(backward_graph="compiled_autograd")
 
 @pytest.fixture(autouse=True)
 def _on_one_rank() -> Iterator[None]:
-    with one_rank(), inductor_config.patch(fx_graph_cache=False), warnings.catch_warnings():
-        warnings.simplefilter("error", fusion_passes.FusionWarning)
+    with one_rank(), inductor_config.patch(fx_graph_cache=False):
         yield
 
 
