@@ -19,7 +19,7 @@ import fusion_passes
 from fusion_passes import FusionConfig
 from fusion_passes.reducer.reducer import REDUCER, reducer_of
 from tests.install.torch_state import different
-from tests.support.fake_world import one_rank, two_layers
+from tests.support.fake_world import one_rank, two_layers, without_kernels
 
 X = torch.ones(2, 4)
 TRACED = FusionConfig(backward_graph="compiled_autograd")
@@ -37,6 +37,7 @@ def managed(flag: Any = "concat", **options: Any) -> DistributedDataParallel:
         return DistributedDataParallel(two_layers(), **options)
 
 
+@without_kernels()
 def stored(ddp: DistributedDataParallel, forward: Callable[..., Any], steps: int = 3) -> list[int]:
     """Number of gradients in each step that were stored in their bucket; all others have a
     reason."""

@@ -210,10 +210,8 @@ def scheduled(flag: FusionConfig) -> Tensors:
     for step in range(6):
         if step == 2:
             optimizer.add_param_group({"params": last.parameters(), "lr": 0.3})
-        backward(ddp, step)
-        optimizer.step()
+        steps(ddp, optimizer, step, step + 1)
         scheduler.step()
-        optimizer.zero_grad()
     return parameters_of(ddp)
 
 
@@ -225,9 +223,7 @@ def frozen(flag: FusionConfig) -> Tensors:
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
     for step in range(8):
         model[2].requires_grad_(step not in (2, 3))
-        backward(ddp, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        steps(ddp, optimizer, step, step + 1)
     return parameters_of(ddp)
 
 
@@ -328,15 +324,6 @@ def compiled_steps(flag: FusionConfig) -> Tensors:
     return parameters_of(ddp)
 
 
-def smaller(flag: FusionConfig, dtype: str) -> Tensors:
-    """Gradients that are sent in a smaller dtype."""
-    options: dict[str, Any] = {"reduce_dtype": dtype, "shard_optimizer": flag.shard_optimizer}
-    ddp = wrapped(FusionConfig(**options), network())
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    steps(ddp, optimizer, 0, 3)
-    return parameters_of(ddp)
-
-
 def fp16(flag: FusionConfig) -> Tensors:
     """fp16 gradients whose sum over the ranks overflows, and which accumulate."""
     ddp = wrapped(flag, nn.Linear(4, 4).half())
@@ -368,8 +355,6 @@ LOOPS: Final[Mapping[str, Callable[[FusionConfig], Tensors]]] = {
     "several": several,
     "complex and other strides": complex_and_other_strides,
     "compiled steps": compiled_steps,
-    "sent in bf16": functools.partial(smaller, dtype="bf16"),
-    "sent in fp16": functools.partial(smaller, dtype="fp16"),
     "fp16": fp16,
 }
 
