@@ -27,6 +27,7 @@ SHAPING: Final = (
     "reducer/communication.py",
     "reducer/operators.py",
     "reducer/scaling.py",
+    "sharded/overlap.py",
     "stored/*.py",
     "torch_private/*.py",
     "traced/*.py",

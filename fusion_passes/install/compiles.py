@@ -6,6 +6,7 @@ options that the modules were constructed with, not the flag's current value."""
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -13,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from fusion_passes.sharded.overlap import WAIT_FOR_ALL, wait_before_graph, waits_of_forward
 from fusion_passes.stored.store_pass import StorePass, stores_of_forward
 from fusion_passes.torch_private import CustomGraphPass, inductor_config
 from fusion_passes.torch_private.dynamo import is_compiling_backward
@@ -38,6 +40,15 @@ def compile_graph(
     :class:`FusePass` for a traced backward, and :class:`StorePass` for a forward that reads
     parameters of managed modules. The parameters among the inputs are the module's own objects."""
     options = {**compiler.config, **(kwargs.get("config_patches") or {})}
+    if model.graph.find_nodes(op="call_function", target=WAIT_FOR_ALL):
+        waits = None
+        if compiles_usually(options) and _runs_passes(options):
+            waits = waits_of_forward(model.graph, inputs)
+        if waits is None:
+            compiled = functools.partial(compile_graph, original, compiler)
+            return wait_before_graph(compiled, model, inputs, *args, **kwargs)
+        compiler = _with_pass(compiler, options, waits)
+        options |= compiler.config
     config = traced_backwards.config
     if config is not None:
         _check_passes_run(options)
@@ -75,11 +86,15 @@ def _with_pass(
 def _check_passes_run(options: Mapping[str, Any]) -> None:
     """Refuse to compile a traced backward if Inductor would not run the pass: this rank would
     all-reduce gradients one by one, and other ranks launch buckets."""
-    switched_off = str(_value_of("disabled_passes", options) or "").split(",")
-    if not _value_of("use_post_grad_passes", options) or SLOT in switched_off:
+    if not _runs_passes(options):
         raise CannotLaunchError(
             "Inductor's use_post_grad_passes or disabled_passes switches the fusion's pass off"
         )
+
+
+def _runs_passes(options: Mapping[str, Any]) -> bool:
+    switched_off = str(_value_of("disabled_passes", options) or "").split(",")
+    return _value_of("use_post_grad_passes", options) and SLOT not in switched_off
 
 
 def compiles_usually(options: Mapping[str, Any]) -> bool:
