@@ -307,7 +307,7 @@ def test_a_module_that_is_freed_sends_what_others_wait_for(late: Late) -> None:
     assert "forward" not in vars(module), "the bare module is as it was"
 
 
-def test_process_groups_end_after_all_is_sent(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_groups_end_after_all_is_sent(late: Late) -> None:
     ddp = managed(Block())
     step(ddp)
     assert late.order == []

@@ -21,10 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 import fusion_passes
 from fusion_passes import FusionConfig
 from fusion_passes.sharded.modules import sharded
+from testing.processes import RUN
 from tests.sharded.trainings import SHARDED, backward, network, wrapped
 from tests.support.fake_world import fake_world, two_layers
-
-RUN = Callable[..., list[Any]]
 
 X: Final = torch.ones(2, 4)
 

@@ -29,10 +29,10 @@ STEPS: Final = 10
 Tensors = list[Tensor]
 
 
-def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+def network(dtype: torch.dtype = torch.float32, *, depth: int = 5) -> nn.Sequential:
     """Layers whose gradients round, with an odd number of outputs."""
     torch.manual_seed(0)
-    hidden = [part for _ in range(4) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+    hidden = [part for _ in range(depth - 1) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
     return nn.Sequential(*hidden, nn.Linear(WIDTH, 3)).to(dtype)
 
 
@@ -294,10 +294,8 @@ def scheduled(flag: FusionConfig) -> Tensors:
     for step in range(6):
         if step == 2:
             optimizer.add_param_group({"params": last.parameters(), "lr": 0.3})
-        backward(ddp, step)
-        optimizer.step()
+        steps(ddp, optimizer, step, step + 1)
         scheduler.step()
-        optimizer.zero_grad()
     return parameters_of(ddp)
 
 
@@ -309,9 +307,7 @@ def frozen(flag: FusionConfig) -> Tensors:
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
     for step in range(8):
         model[2].requires_grad_(step not in (2, 3))
-        backward(ddp, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        steps(ddp, optimizer, step, step + 1)
     return parameters_of(ddp)
 
 
@@ -392,7 +388,7 @@ def complex_and_other_strides(flag: FusionConfig) -> Tensors:
 def compiled_steps(flag: FusionConfig) -> Tensors:
     """A compiled optimizer, and then a whole step in one compiled function."""
     torch._dynamo.reset()
-    ddp = wrapped(flag, network())
+    ddp = wrapped(flag, network(depth=2))
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
     compiled: Any = torch.compile(optimizer.step)
 
@@ -409,15 +405,6 @@ def compiled_steps(flag: FusionConfig) -> Tensors:
     function: Any = torch.compile(whole)
     for step in range(3):
         function(step)
-    return parameters_of(ddp)
-
-
-def smaller(flag: FusionConfig, dtype: str) -> Tensors:
-    """Gradients that are sent in a smaller dtype."""
-    options: dict[str, Any] = {"reduce_dtype": dtype, "shard_optimizer": flag.shard_optimizer}
-    ddp = wrapped(FusionConfig(**options), network())
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    steps(ddp, optimizer, 0, 3)
     return parameters_of(ddp)
 
 
@@ -456,8 +443,6 @@ LOOPS: Final[Mapping[str, Callable[[FusionConfig], Tensors]]] = {
     "several": several,
     "complex and other strides": complex_and_other_strides,
     "compiled steps": compiled_steps,
-    "sent in bf16": functools.partial(smaller, dtype="bf16"),
-    "sent in fp16": functools.partial(smaller, dtype="fp16"),
     "fp16": fp16,
 }
 
