@@ -66,9 +66,11 @@ def test_the_same_models_are_drawn_with_a_sharded_optimizer() -> None:
         assert (case.parts, case.ranks, case.joined) == (plain.parts, plain.ranks, plain.joined)
         assert from_json(to_json(case)) == case
         options: Any = case.flag
-        assert FusionConfig(**options).shard_optimizer
+        assert FusionConfig(**options).shard_optimizer == options["shard_optimizer"]
     assert {case.loop.optimizer for case in cases} == set(get_args(Optimizer))
     assert {case.loop.clip for case in cases} == set(get_args(Clip))
+    chosen = [case.flag["shard_optimizer"] for case in cases if isinstance(case.flag, dict)]
+    assert set(chosen) == {True, "overlap"}
 
 
 @pytest.mark.parametrize("name", sorted(BLOCKS))

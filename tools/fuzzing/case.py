@@ -121,7 +121,7 @@ class Case:
     @property
     def shards_optimizer(self) -> bool:
         """Whether the option ``shard_optimizer`` is set."""
-        return isinstance(self.flag, dict) and self.flag.get("shard_optimizer", False)
+        return isinstance(self.flag, dict) and bool(self.flag.get("shard_optimizer"))
 
 
 def to_json(case: Case, indent: int | None = None) -> str:

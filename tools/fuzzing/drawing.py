@@ -94,7 +94,8 @@ def _sharding(case: Case, random: Random) -> Case:
         clip=_pick(random, {"no": 3, "norm": 3, "value": 1}),
         scaler=case.loop.scaler or random.random() < 0.1,
     )
-    return replace(case, flag=kept | {"mode": "concat", "shard_optimizer": True}, loop=loop)
+    option = random.choice((True, "overlap"))
+    return replace(case, flag=kept | {"mode": "concat", "shard_optimizer": option}, loop=loop)
 
 
 def _using_some(case: Case, random: Random) -> Case:
