@@ -9,12 +9,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal
 
-Way = Literal["eager", "compiled", "concat", "coalesced", "sharded"]
+Way = Literal["eager", "compiled", "concat", "coalesced", "sharded", "overlapped"]
 """Eager DDP and stock ``torch.compile(ddp)``, which are the peers, a mode of the flag, or
-``"concat"`` with the option ``shard_optimizer``."""
+``"concat"`` with the option ``shard_optimizer``, ``True`` or ``"overlap"``."""
 
 PEERS: tuple[Way, ...] = ("eager", "compiled")
 MODES: tuple[Way, ...] = ("concat", "coalesced")
+SHARDING: tuple[Way, ...] = ("sharded", "overlapped")
 
 Action = Literal["kill", "stop", "raise", "skip"]
 
@@ -323,4 +324,4 @@ SCENARIOS: Final = [*_signals(), *_exceptions(), *_caches(), *_lifetimes()]
 """For all modes of the flag."""
 
 SHARDED: Final = list(_sharded())
-"""For ``"sharded"``."""
+"""For the ways in :data:`SHARDING`."""

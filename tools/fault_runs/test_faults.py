@@ -11,7 +11,7 @@ import pytest
 from fault_runs.judging import exit_words, violations
 from fault_runs.records import RankRecord, RunRecord
 from fault_runs.runs import run_scenario
-from fault_runs.scenarios import MODES, SCENARIOS, SHARDED, Scenario, Way
+from fault_runs.scenarios import MODES, SCENARIOS, SHARDED, SHARDING, Scenario, Way
 
 
 @pytest.fixture(scope="session")
@@ -49,12 +49,13 @@ def test_breaks_no_rule(scenario: Scenario, peers: list[RunRecord], mode: Way, r
 
 
 @pytest.mark.timeout(0)
+@pytest.mark.parametrize("way", SHARDING)
 @_each(SHARDED)
 def test_a_sharded_optimizer_breaks_no_rule(
-    scenario: Scenario, peers: list[RunRecord], runs: Path
+    scenario: Scenario, peers: list[RunRecord], way: Way, runs: Path
 ) -> None:
     """The same, with the option ``shard_optimizer``."""
-    found = violations(scenario, _run(scenario, "sharded", runs), peers)
+    found = violations(scenario, _run(scenario, way, runs), peers)
     assert not found
 
 

@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes  # It reads the flag from the environment.
 from fault_runs.rank import USER_TEXT, Run, UserError
-from fault_runs.scenarios import PEERS
+from fault_runs.scenarios import PEERS, SHARDING
 from fusion_passes.sharded import sends
 
 WIDTH, LAYERS, ROWS = 16, 4, 4
@@ -97,8 +97,9 @@ def build(run: Run) -> tuple[Net, DistributedDataParallel]:
         mode: Any = run.way
         flag = fusion_passes.FusionConfig(mode=mode, backward_graph=run.options["graph"])
         torch._inductor.config.ddp_fusion = flag
-    if run.way == "sharded":
-        torch._inductor.config.ddp_fusion = fusion_passes.FusionConfig(shard_optimizer=True)
+    if run.way in SHARDING:
+        option: Any = "overlap" if run.way == "overlapped" else True
+        torch._inductor.config.ddp_fusion = fusion_passes.FusionConfig(shard_optimizer=option)
     torch.manual_seed(0)
     _points["meet"] = run.meet
     net = Net()
@@ -141,7 +142,7 @@ def train(run: Run) -> dict[str, Any]:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.5)
     optimizer.register_step_pre_hook(lambda *_: run.meet("update"))
     optimizer.register_step_post_hook(lambda *_: run.meet("after-update"))
-    if run.way == "sharded":
+    if run.way in SHARDING:
         _meet_in_messages(run)
     forward = torch.compile(ddp) if run.is_compiled else ddp
     _meet_in_compiles(run)
@@ -162,6 +163,7 @@ def train(run: Run) -> dict[str, Any]:
         if run.options.get("checkpoint"):
             _save(run, ddp, optimizer)
         time.sleep(float(run.options.get("pause_s", 0)))
+    ddp.state_dict()  # Waits for parameters that are on their way.
     parameters = _sums(net)
     del forward, ddp, net
     dist.destroy_process_group()
@@ -198,7 +200,7 @@ def _step(
     _points.pop("compile", None)
     run.meet("after-backward")
     optimizer.step()
-    if run.way != "sharded":
+    if run.way not in SHARDING:
         run.meet("send")
 
 

@@ -148,6 +148,8 @@ class Training:
             self._train_in_threads()
         else:
             self._train()
+        for ddp in self.ddps:
+            ddp.state_dict()  # Waits for parameters that are on their way.
         for name, parameter in self._named("named_parameters"):
             self.record.parameters[name] = parameter.detach().clone()
         for name, buffer in self._named("named_buffers"):
