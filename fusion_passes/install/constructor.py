@@ -22,11 +22,11 @@ from fusion_passes.ddp.own_reducer import (
 )
 from fusion_passes.flag import FLAG, active_config
 from fusion_passes.layout.caps import mib_to_bytes
+from fusion_passes.reducer.warnings import warn_once
 from fusion_passes.torch_private import inductor_config
 from fusion_passes.torch_private.ddp import delayed_parameters, none_ignored
 from fusion_passes.torch_private.dynamo import dynamo_config, trace_rules
 from fusion_passes.torch_private.inductor import torch_fuses_ddp, without_torchs_ddp_fusion
-from fusion_passes.warnings import warn_once
 
 
 def construct(

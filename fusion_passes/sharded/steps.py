@@ -20,10 +20,10 @@ from torch.optim.optimizer import (
 from fusion_passes.layout.layout import ParameterNumber
 from fusion_passes.reducer.backward import note_of_other_rank
 from fusion_passes.reducer.reducer import Reducer
+from fusion_passes.reducer.warnings import warn_once
 from fusion_passes.sharded.modules import refuse, refuse_after_failed_step, sharded
 from fusion_passes.sharded.reduction import ReduceToOwners
 from fusion_passes.torch_private.process_groups import begin_broadcasts, begin_exchange
-from fusion_passes.warnings import warn_once
 
 _ALONE_BYTES: Final = 2**16
 """Least size of a parameter that is sent as it lies. Smaller ones of one owner are sent together,

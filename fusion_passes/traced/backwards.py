@@ -32,6 +32,7 @@ from fusion_passes.reducer.backward import RunningBackward, reducers
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.reducer.walk import Walker
+from fusion_passes.reducer.warnings import warn_once
 from fusion_passes.torch_private.dynamo import (
     clear_backward_cache,
     in_one_graph,
@@ -47,7 +48,6 @@ from fusion_passes.torch_private.process_groups import (
 )
 from fusion_passes.traced.buckets import ModuleBuckets
 from fusion_passes.traced.owners import Owner
-from fusion_passes.warnings import warn_once
 
 FIRST: Final = "it is the first averaged backward, whose gradient order the buckets are rebuilt in"
 
