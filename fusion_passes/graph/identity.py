@@ -25,7 +25,6 @@ SHAPING: Final = (
     "graph/*.py",
     "layout/*.py",
     "reducer/communication.py",
-    "reducer/operators.py",
     "reducer/scaling.py",
     "stored/*.py",
     "torch_private/*.py",

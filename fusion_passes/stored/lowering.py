@@ -12,9 +12,9 @@ from torch import fx
 
 from fusion_passes.graph.custom_ops import STORE, split_strides
 from fusion_passes.layout.layout import InputPosition, Offset
-from fusion_passes.reducer.operators import BUCKET, MARK_READY, STORE_GRADIENTS
 from fusion_passes.stored.flat_buffer import FlatBuffer
 from fusion_passes.stored.obstacles import may_be_bound_anew
+from fusion_passes.stored.operators import BUCKET, MARK_READY, STORE_GRADIENTS
 from fusion_passes.torch_private.inductor import (
     give_as_code_is_written,
     graph_lowering,
@@ -34,7 +34,7 @@ copied, by the index of the gradient in the piece."""
 
 
 def register_store_lowerings(on_stored: OnStored = lambda _, __: None) -> None:
-    """Register Inductor lowerings of the operators of :mod:`fusion_passes.reducer.operators`, and
+    """Register Inductor lowerings of the operators of :mod:`fusion_passes.stored.operators`, and
     call ``on_stored`` for each piece that is lowered."""
 
     def lower_store(
