@@ -10,7 +10,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from fusion_passes.flag import active_config
+from fusion_passes.config import active_config
 from fusion_passes.reducer.warnings import warnings_so_far
 from fusion_passes.reporting.graphs import compile_log, one_for_each_plan
 from fusion_passes.reporting.modules import backward_counts, module_reports
