@@ -1,4 +1,4 @@
-"""The flag ``torch._inductor.config.ddp_fusion`` and its options.
+"""The flag ``torch._inductor.config.ddp_fusion`` and its options, and the version of the package.
 
 The name of an option contains its unit. The docstring of :class:`FusionConfig` gives the default
 of each option and the reason for it.
@@ -12,6 +12,9 @@ from types import MappingProxyType
 from typing import Final, Literal, TypeAlias, get_args
 
 from fusion_passes.torch_private import inductor_config
+
+__version__ = "0.1.0"
+"""The version of the package, which setup.py reads as text."""
 
 FusionMode: TypeAlias = Literal["concat", "coalesced", "auto"]
 ReduceMode: TypeAlias = Literal["concat", "coalesced"]

@@ -15,11 +15,7 @@ PACKAGE: Final = Path(__file__).parent.parent / "fusion_passes"
 FILES: Final = sorted(PACKAGE.rglob("*.py"))
 
 TABLE: Final = (PACKAGE.parent / "docs" / "architecture.md").read_text()
-ROOMS: Final = [
-    "version",
-    *re.findall(r"^\| `fusion_passes/(\w+)", TABLE, re.MULTILINE),
-    "__init__",
-]
+ROOMS: Final = [*re.findall(r"^\| `fusion_passes/(\w+)", TABLE, re.MULTILINE), "__init__"]
 """Each room imports only from rooms before it."""
 
 CORE: Final = ("graph", "layout", "reducer", "stored", "ddp")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes.config import OPTION, FusionConfig
+from fusion_passes.config import OPTION, FusionConfig, __version__
 from fusion_passes.ddp.forward import prepare_forward
 from fusion_passes.ddp.gloo_exit import pause_at_exit, pause_without_groups
 from fusion_passes.graph.collectives import all_reduce
@@ -35,7 +35,6 @@ from fusion_passes.torch_private.ddp import (
 )
 from fusion_passes.torch_private.process_groups import backend_name
 from fusion_passes.torch_private.registered_memory import why_not_registered
-from fusion_passes.version import __version__
 
 
 def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig, label: str) -> None:

@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 from typing import Final
 
+from fusion_passes.config import __version__
 from fusion_passes.torch_private.inductor import donates_buffers
-from fusion_passes.version import __version__
 
 
 def pass_identity(*read: object) -> str:
