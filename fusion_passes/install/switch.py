@@ -15,8 +15,8 @@ from typing import Any, Final, cast
 import torch
 
 from fusion_passes.config import FusionConfig, active_config
+from fusion_passes.ddp.constructor import construct, enter_forward
 from fusion_passes.install.compiles import compile_graph
-from fusion_passes.install.constructor import construct, enter_forward
 from fusion_passes.install.flag import add_flag
 from fusion_passes.reducer.backward import Slices, reducers, register_on_node
 from fusion_passes.reducer.warnings import (
