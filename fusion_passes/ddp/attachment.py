@@ -77,7 +77,7 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig, label: st
     ref = weakref.ref(reducer)
     try:
         for n in parameters.kinds:
-            name = f"{name_in_graphs(reducer)}#{n}"
+            name = f"{module.name_in_graphs}#{n}"
             awaited = reducer.hooks.awaited
             hook = functools.partial(
                 _accumulated, ref, n, parameters.all[n], name, group.size(), awaited
@@ -123,12 +123,6 @@ def reduce_in_graph(parameter: nn.Parameter, name: str, world_size: int) -> None
     while Dynamo traces a backward."""
     assert parameter.grad is not None, "it has been accumulated"
     parameter.grad.copy_(all_reduce(parameter.grad / world_size, "sum", name))
-
-
-def name_in_graphs(reducer: Reducer) -> str:
-    """The name of a module's process group in traced graphs, without the parameter's number."""
-    module = reducer.module
-    return f"{module.group.group_name}/{module.label.partition(' (')[0].replace(' ', '').lower()}"
 
 
 def detach_reducer(reducer: Reducer) -> None:

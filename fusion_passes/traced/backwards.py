@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, fx
 
 from fusion_passes.config import FusionConfig
-from fusion_passes.ddp.attachment import name_in_graphs
 from fusion_passes.layout.layout import ParameterNumber
 from fusion_passes.reducer.backward import RunningBackward, reducers
 from fusion_passes.reducer.communication import AllReduce
@@ -166,7 +165,7 @@ class TracedBackwards:
         run.why_untraced = self._why_untraced(run) if is_asked else ""
         if is_asked and not run.why_untraced:
             for reducer in modules:
-                traced_modules.note(name_in_graphs(reducer), reducer)
+                traced_modules.note(reducer.module.name_in_graphs, reducer)
             with self._capturing:
                 self._run = run
                 try:

@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
 from fusion_passes import FusionConfig
-from fusion_passes.ddp.attachment import name_in_graphs
 from fusion_passes.graph import identity as identities_of_passes
 from fusion_passes.reducer.reducer import reducer_of
 from fusion_passes.stored.lowering import register_store_lowerings
@@ -107,7 +106,7 @@ def _identity_of_traced(
         ddp = DistributedDataParallel(model, **options)
         ddp(torch.ones(2, 4)).sum().backward()
         reducer = reducer_of(ddp)
-        traced_modules.note(name_in_graphs(reducer), reducer)
+        traced_modules.note(reducer.module.name_in_graphs, reducer)
         return FusePass(flag).uuid()
 
 
