@@ -21,10 +21,9 @@ from fusion_passes.layout.caps import BucketCaps, bucket_caps, default_caps, giv
 from fusion_passes.layout.layout import GradientKind, Layout, ParameterNumber
 from fusion_passes.reducer.averaged_module import STATE, AveragedModule, State
 from fusion_passes.reducer.backward import reducers
-from fusion_passes.reducer.communication import AllReduce
+from fusion_passes.reducer.communication import REDUCE_DTYPE_OF, AllReduce
 from fusion_passes.reducer.parameters import Parameters
 from fusion_passes.reducer.reducer import REDUCER, Reducer, reducer_of
-from fusion_passes.reducer.scaling import REDUCE_DTYPE_OF
 from fusion_passes.reducer.used_parameters import used_parameters
 from fusion_passes.torch_private.autograd import gradient_dtype, has_hooks
 from fusion_passes.torch_private.ddp import (

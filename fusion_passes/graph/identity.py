@@ -24,7 +24,6 @@ SHAPING: Final = (
     "graph/*.py",
     "layout/*.py",
     "reducer/communication.py",
-    "reducer/scaling.py",
     "stored/*.py",
     "torch_private/*.py",
     "traced/*.py",

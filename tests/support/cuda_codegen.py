@@ -28,7 +28,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fusion_passes.config import FusionConfig
 from fusion_passes.layout.caps import BucketCaps
 from fusion_passes.layout.layout import InputPosition
-from fusion_passes.reducer.scaling import REDUCE_DTYPE_OF
+from fusion_passes.reducer.communication import REDUCE_DTYPE_OF
 from fusion_passes.stored.flat_buffer import FlatBuffer
 from fusion_passes.stored.lowering import register_store_lowerings
 from fusion_passes.stored.pieces import StoredInput

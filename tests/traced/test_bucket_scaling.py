@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from fusion_passes.config import ScalingOption
-from fusion_passes.reducer.communication import AllReduce
-from fusion_passes.reducer.scaling import collective_averages
+from fusion_passes.reducer.communication import AllReduce, collective_averages
 from fusion_passes.traced.buckets import BucketScaling
 from tests.support import graphs
 from tests.support.graphs import plan_of, reduce, tensor, trace
