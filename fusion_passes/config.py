@@ -24,6 +24,7 @@ ScalingOption: TypeAlias = Literal["auto", "collective", "bucket"]
 BackwardGraph: TypeAlias = Literal["auto", "aot_autograd", "compiled_autograd"]
 ReduceDtype: TypeAlias = Literal["bf16", "fp16"]
 MemoryOption: TypeAlias = Literal["plain", "registered"]
+ShardOptimizer: TypeAlias = bool | Literal["overlap"]
 
 ENVIRONMENT_VARIABLE: Final = "FUSION_PASSES_DDP_FUSION"
 """The environment variable that sets the default of ``ddp_fusion``: the name of a mode, or "" or
@@ -75,7 +76,9 @@ class FusionConfig:
             ``True``: one rank owns each parameter. Only there does ``.grad`` hold the average after
             a backward; elsewhere it is ``None``, so optimizers of ``torch.optim`` skip the
             parameter. At the end of each ``optimizer.step()``, owners send their parameters to all
-            ranks. docs/sharded_optimizer.md says what changes. Default ``False``, as in DDP.
+            ranks. ``"overlap"``: the same, but the next forward waits for the parameters instead
+            of the step, where it first reads each. docs/sharded_optimizer.md says what changes.
+            Default ``False``, as in DDP.
 
     Raises:
         ValueError: an option has an unknown value, a size is not a finite number greater than 0,
@@ -89,7 +92,7 @@ class FusionConfig:
     reduce_dtype: ReduceDtype | None = None
     backward_graph: BackwardGraph = "auto"
     memory: MemoryOption = "plain"
-    shard_optimizer: bool = False
+    shard_optimizer: ShardOptimizer = False
 
     def __post_init__(self) -> None:
         if self.mode not in FUSION_MODES:
@@ -124,9 +127,9 @@ class FusionConfig:
 
     def _check_sharded(self) -> None:
         """Refuse options that are not implemented beside ``shard_optimizer``."""
-        if self.shard_optimizer is not True:
+        if self.shard_optimizer is not True and self.shard_optimizer != "overlap":
             raise ValueError(
-                "FusionConfig.shard_optimizer must be True or False, but is "
+                "FusionConfig.shard_optimizer must be True, False or 'overlap', but is "
                 f"{self.shard_optimizer!r}. Choose one of these."
             )
         needed = {
@@ -138,7 +141,7 @@ class FusionConfig:
         for name, (value, choices) in needed.items():
             if value not in choices:
                 raise ValueError(
-                    f"FusionConfig.shard_optimizer = True needs {name} = "
+                    f"FusionConfig.shard_optimizer needs {name} = "
                     f"{' or '.join(map(repr, choices))}, but {name} is {value!r}. Set {name} = "
                     f"{choices[0]!r}, or shard_optimizer = False."
                 )

@@ -90,6 +90,7 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig, label: st
     if isinstance(communication, AllReduce):
         communication.group, communication.backend = group, backend
     setattr(ddp, STATE, State.IDLE)
+    reducers.slices.wait_in_forward(ddp, reducer)
     prepare_forward(ddp)
     ddp.__dict__[REDUCER] = reducer
     reducers.add(reducer)

@@ -47,7 +47,7 @@ def refuse_if_sharded(ddp: DistributedDataParallel, what: str, remedy: str) -> N
     reducer = reducer_of(ddp)
     if reducer.module.config.shard_optimizer:
         raise ValueError(
-            f"FusionConfig.shard_optimizer = True of {reducer.module.label} cannot be combined "
+            f"FusionConfig.shard_optimizer of {reducer.module.label} cannot be combined "
             f"with {what}. {remedy}, or set shard_optimizer = False before the module is "
             "constructed."
         )

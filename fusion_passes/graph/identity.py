@@ -24,6 +24,7 @@ SHAPING: Final = (
     "graph/*.py",
     "layout/*.py",
     "reducer/communication.py",
+    "sharded/overlap.py",
     "stored/*.py",
     "torch_private/*.py",
     "traced/*.py",

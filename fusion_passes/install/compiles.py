@@ -6,6 +6,7 @@ options that the modules were constructed with, not the flag's current value."""
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -13,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from fusion_passes.sharded.overlap import WAIT_FOR_ALL, wait_before_graph, waits_of_forward
 from fusion_passes.stored.store_pass import StorePass, stores_of_forward
 from fusion_passes.torch_private import CustomGraphPass, inductor_config
 from fusion_passes.torch_private.dynamo import is_compiling_backward
@@ -38,6 +40,13 @@ def compile_graph(
     :class:`FusePass` for a traced backward, and :class:`StorePass` for a forward that reads
     parameters of managed modules. The parameters among the inputs are the module's own objects."""
     options = {**compiler.config, **(kwargs.get("config_patches") or {})}
+    if model.graph.find_nodes(op="call_function", target=WAIT_FOR_ALL):
+        waits = waits_of_forward(model.graph, inputs) if compiles_usually(options) else None
+        if waits is None:
+            compiled = functools.partial(compile_graph, original, compiler)
+            return wait_before_graph(compiled, model, inputs, *args, **kwargs)
+        compiler = _with_pass(compiler, options, waits)
+        options |= compiler.config
     config = traced_backwards.config
     if config is not None:
         _check_passes_run(options)

@@ -29,6 +29,7 @@ from fusion_passes.reporting.modules import backward_counts, report_when_freed
 from fusion_passes.sharded import checkpoints
 from fusion_passes.sharded.modules import before_backward, shard
 from fusion_passes.sharded.norms import clip_with_norm, norm_for_clipping, total_norm, unscale
+from fusion_passes.sharded.overlap import finish_first, wait_first, wait_in_forward
 from fusion_passes.sharded.steps import hook_steps
 from fusion_passes.torch_private import inductor_config, owner_of_name
 from fusion_passes.torch_private.autograd import HOOKS_ON_NODES
@@ -49,6 +50,7 @@ def install_flag() -> None:
         on_unowned=warn_not_reduced,
         on_change=_installation.update,
         shard=shard,
+        wait_in_forward=wait_in_forward,
         learn_layout=learn_layout,
         report_when_freed=report_when_freed,
     )
@@ -82,7 +84,9 @@ class _Installation:
         set last in whichever thread."""
         self._switch(_for_flag, is_on=self._is_set)
         self._switch(_for_modules, is_on=self._is_set or bool(reducers.alive()))
-        self._switch(_for_sharded, is_on=_shards())
+        options = {reducer.module.config.shard_optimizer for reducer in reducers.alive()}
+        self._switch(_for_sharded, is_on=not options.issubset({False}))
+        self._switch(_for_overlap, is_on="overlap" in options)
 
     def _switch(self, change: Callable[[contextlib.ExitStack], None], *, is_on: bool) -> None:
         if is_on and change not in self._undo:
@@ -118,10 +122,6 @@ def _for_modules(undo: contextlib.ExitStack) -> None:
     _wrap(undo, HOOKS_ON_NODES, register_on_node)
 
 
-def _shards() -> bool:
-    return any(reducer.module.config.shard_optimizer for reducer in reducers.alive())
-
-
 def _for_sharded(undo: contextlib.ExitStack) -> None:
     """Patch torch for modules whose optimizers are divided by the ranks, and prepare for each
     backward."""
@@ -145,6 +145,19 @@ def _for_sharded(undo: contextlib.ExitStack) -> None:
     _wrap(undo, f"{dcp}._get_optim_state_dict", checkpoints.get_state)
     _wrap(undo, f"{dcp}._load_optim_state_dict", checkpoints.load_state)
     _wrap(undo, f"{dcp}._split_optim_state_dict", checkpoints.split_state)
+
+
+def _for_overlap(undo: contextlib.ExitStack) -> None:
+    """Patch torch for modules whose parameters arrive after a step: what is most often called
+    between a step and the next forward, and reads or writes parameters, waits for them."""
+    for method in ("state_dict", "load_state_dict"):
+        _wrap(undo, f"torch.nn.Module.{method}", wait_first)
+    for method in ("__deepcopy__", "__reduce_ex__"):
+        _wrap(undo, f"torch.nn.Parameter.{method}", wait_first)
+    _wrap(undo, "torch.optim.swa_utils.AveragedModel.update_parameters", wait_first)
+    # Other ranks may be waiting for what this one sends.
+    for module in ("torch.distributed", "torch.distributed.distributed_c10d"):
+        _wrap(undo, f"{module}.destroy_process_group", finish_first)
 
 
 def _prepare_no_backward() -> None:

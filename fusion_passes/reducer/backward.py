@@ -121,6 +121,7 @@ class Slices:
         on_backward: called before each backward that accumulates gradients.
         shard: called with the label, the parameters and the communication of a new DDP module with
             the option ``shard_optimizer``; returns what takes the place of the last two.
+        wait_in_forward: called with a DDP module and its new reducer, before its first forward.
         learn_layout: called with a new module of the mode ``"auto"``.
         report_when_freed: called with a DDP module and its new reducer; returns the finalizer.
     """
@@ -133,6 +134,7 @@ class Slices:
     on_change: Callable[[], None] = lambda: None
     on_backward: Callable[[], None] = lambda: None
     shard: Shard = lambda _, parameters, communication: (parameters, communication)
+    wait_in_forward: Callable[[Any, Reducer], None] = lambda _, __: None
     learn_layout: Callable[[Reducer], None] = lambda _: None
     report_when_freed: Callable[[Any, Reducer], Any] = lambda _, __: None
 

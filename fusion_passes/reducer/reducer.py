@@ -52,6 +52,23 @@ class Tuner(Protocol):
 
 
 @dataclass
+class ParameterSends:
+    """Parameters that owners sent to all ranks after a step of a sharded optimizer.
+
+    Attributes:
+        num_bytes: size of the parameters, in bytes.
+        begun_s: when the send began, in seconds of ``time.perf_counter``.
+        took_s: seconds from then until this rank had waited for the last parameter.
+        waited_s: for how many of these seconds this rank waited.
+    """
+
+    num_bytes: int
+    begun_s: float
+    took_s: float = 0.0
+    waited_s: float = 0.0
+
+
+@dataclass
 class Record:
     """What reports and warnings read of a reducer.
 
@@ -61,6 +78,7 @@ class Record:
         stays_local: whether a gradient stayed on this rank since the last backward ended.
         decision: in the mode ``"auto"``, how the buckets were chosen, one sentence each.
         when_freed: the finalizer of the module; ``None`` if there is none.
+        sends: when parameters were sent after the last step of a sharded optimizer.
     """
 
     copies: Copies | None = None
@@ -68,6 +86,7 @@ class Record:
     stays_local: bool = False
     decision: tuple[str, ...] = ()
     when_freed: weakref.finalize[..., Any] | None = None
+    sends: ParameterSends | None = None
 
     @property
     def stored(self) -> Collection[ParameterNumber]:

@@ -65,7 +65,7 @@ def _module(reducer: Reducer) -> ModuleReport:
         reducer.record.decision,
         "plain" if registered is None else registered.in_words(),
         tuple(_buckets(reducer)),
-        reducer.module.config.shard_optimizer,
+        bool(reducer.module.config.shard_optimizer),
     )
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fusion_passes.layout.layout import ParameterNumber
 from fusion_passes.reducer.reducer import Reducer
-from fusion_passes.sharded.steps import IS_ALONE, broadcast, held_by, stepped
+from fusion_passes.sharded.sends import broadcast, on_the_way
+from fusion_passes.sharded.steps import IS_ALONE, held_by, stepped
 from fusion_passes.torch_private import tree_leaves, tree_map_only
 from fusion_passes.torch_private.process_groups import backend_name
 
@@ -168,7 +169,7 @@ def load_state_dict(
     if part is not None and not set(indices.values()) <= dropped.union(part["parameters"]):
         raise ValueError(
             f"The state of {type(optimizer).__name__} is that of rank {part['rank']} of "
-            f"{part['ranks']} ranks with FusionConfig.shard_optimizer = True, and lacks parameters "
+            f"{part['ranks']} ranks with FusionConfig.shard_optimizer, and lacks parameters "
             "that this rank steps. Save fusion_passes.full_optimizer_state_dict(optimizer), which "
             "all ranks call, and load that."
         )
@@ -189,6 +190,7 @@ def init_state(original: Callable[[Any], None], optimizer: Any) -> None:
     """Take the place of ``_init_optim_state``, which makes the state of an optimizer by a step with
     gradients of zero: only of parameters that this rank owns, and without a collective, since an
     optimizer that has a state takes no step."""
+    on_the_way.wait()
     elsewhere = _elsewhere(optimizer)
     before = [group["params"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:

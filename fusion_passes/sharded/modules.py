@@ -29,7 +29,7 @@ def shard(
     sparse = [parameters.names[n] for n, kind in parameters.kinds.items() if kind.is_sparse]
     if sparse:
         raise ValueError(
-            f"FusionConfig.shard_optimizer = True of {label} needs gradients that are not sparse, "
+            f"FusionConfig.shard_optimizer of {label} needs gradients that are not sparse, "
             f"but {', '.join(sparse)} is of an embedding with sparse=True. Construct it with "
             "sparse=False, or set shard_optimizer = False."
         )
@@ -73,7 +73,7 @@ def before_backward() -> None:
 
 def refuse(reducer: Reducer, why: str) -> NoReturn:
     """Raise an error, and leave a note about it to the other ranks."""
-    text = f"FusionConfig.shard_optimizer = True of {reducer.module.label}: {why}"
+    text = f"FusionConfig.shard_optimizer of {reducer.module.label}: {why}"
     reducer.failures.leave(reducer.steps, text)
     raise RuntimeError(text)
 
@@ -119,7 +119,7 @@ def _warn_of_unheld(reducer: Reducer, communication: ReduceToOwners) -> None:
             warn_once(
                 f"unheld {reducer.queue.name}",
                 f"No optimizer of torch.optim steps parameters of {reducer.queue.name} "
-                f"({named(left)}). With FusionConfig.shard_optimizer = True, only the rank that "
+                f"({named(left)}). With FusionConfig.shard_optimizer, only the rank that "
                 "owns a parameter has its gradient: code of yours that changes parameters must "
                 "send them to all ranks. Step them by an optimizer, freeze them before "
                 "DistributedDataParallel is constructed, or set shard_optimizer = False.",

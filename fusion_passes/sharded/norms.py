@@ -107,7 +107,7 @@ def total_norm(
     if not ids and len(groups) > 1:
         raise ValueError(
             "get_total_norm is called without a tensor, while modules with "
-            "FusionConfig.shard_optimizer = True are on several process groups: nobody can tell "
+            "FusionConfig.shard_optimizer are on several process groups: nobody can tell "
             "which of these take part. Call clip_grad_norm_ with the parameters instead."
         )
     return _norm(original, gradients, norm_type, error_if_nonfinite, foreach, list(groups), ())
@@ -130,7 +130,7 @@ def _norm(
         return compute(gradients, norm_type, error_if_nonfinite, foreach)
     if not norm_type > 0:
         raise ValueError(
-            f"norm_type = {norm_type} cannot be computed with FusionConfig.shard_optimizer = True: "
+            f"norm_type = {norm_type} cannot be computed with FusionConfig.shard_optimizer: "
             "it must be greater than 0, or inf. Choose another norm."
         )
     left, norms = {id(gradient): gradient for gradient in gradients}, list[Tensor]()

@@ -103,11 +103,11 @@ def begin_reduces(
     return group._end_coalescing(memory.device).wait
 
 
-def begin_broadcasts(
+def begin_grouped_broadcasts(
     group: Any, tensors: Sequence[tuple[int, Tensor]], device: torch.device
 ) -> Callable[[], Any]:
-    """Broadcast tensors in place, each from a rank, over NCCL. Return the function that waits for
-    all."""
+    """Launch broadcasts in place over NCCL, each from a rank, as one group. Return the function
+    that waits for all."""
     group._start_coalescing(device)
     for rank, tensor in tensors:
         options = dist.BroadcastOptions()

@@ -23,7 +23,7 @@ from fusion_passes.reducer.reducer import reducer_of
 from fusion_passes.sharded import norms, steps
 from fusion_passes.sharded.modules import with_owners
 from fusion_passes.sharded.reduction import ReduceToOwners
-from fusion_passes.sharded.steps import broadcast
+from fusion_passes.sharded.sends import broadcast
 from tests.sharded.trainings import SHARDED, wrapped
 from tests.support.fake_world import fake_world, two_layers
 

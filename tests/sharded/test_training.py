@@ -8,6 +8,7 @@ from typing import Any, Final
 import pytest
 import torch
 
+from fusion_passes.config import ShardOptimizer
 from tests.sharded.trainings import LOOPS, OPTIMIZERS, of_loop, of_optimizers
 
 RUN = Callable[..., list[Any]]
@@ -27,6 +28,7 @@ SHARES: Final = {"sgd": 0.0, "adafactor": 1.25}
 """Most of the state on a rank, in shares. Adafactor's is not proportional to a parameter's size."""
 
 
+@pytest.mark.parametrize("option", [True, "overlap"])
 @pytest.mark.parametrize(
     ("ranks", "dtype", "is_compiled"),
     [
@@ -40,12 +42,14 @@ SHARES: Final = {"sgd": 0.0, "adafactor": 1.25}
     ],
 )
 def test_optimizers_give_the_parameters_of_plain_ddp(
-    run_on_ranks: RUN, ranks: int, dtype: torch.dtype, is_compiled: bool
+    run_on_ranks: RUN, ranks: int, dtype: torch.dtype, is_compiled: bool, option: ShardOptimizer
 ) -> None:
     """To the last bit on two ranks, where a sum has one order. The state is divided by the ranks;
     no parameter is larger than a share."""
     names = [name for name in OPTIMIZERS if not is_compiled or " " not in name]
-    reports = run_on_ranks(ranks, of_optimizers, names=names, dtype=dtype, is_compiled=is_compiled)
+    reports = run_on_ranks(
+        ranks, of_optimizers, names=names, dtype=dtype, is_compiled=is_compiled, option=option
+    )
     for report in reports:
         for name, (difference, share) in report.items():
             allowed = MUON_EPS if name == "muon" else ROUNDING_EPS[dtype]
@@ -68,7 +72,10 @@ ROUNDED: Final = {
 same bits."""
 
 
+@pytest.mark.parametrize("option", [True, "overlap"])
 @pytest.mark.parametrize("name", LOOPS)
-def test_loops_give_the_parameters_of_plain_ddp(run_on_ranks: RUN, name: str) -> None:
-    for difference in run_on_ranks(2, of_loop, name=name):
+def test_loops_give_the_parameters_of_plain_ddp(
+    run_on_ranks: RUN, name: str, option: ShardOptimizer
+) -> None:
+    for difference in run_on_ranks(2, of_loop, name=name, option=option):
         assert difference <= ROUNDED.get(name, 0.0)

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from fusion_passes import FusionConfig
+from fusion_passes.config import ShardOptimizer
 
 PLAIN: Final = FusionConfig()
 SHARDED: Final = FusionConfig(shard_optimizer=True)
@@ -57,6 +58,8 @@ def steps(ddp: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: in
 
 
 def parameters_of(*models: nn.Module) -> Tensors:
+    for model in models:
+        model.state_dict()  # Waits for parameters that are on their way.
     return [parameter.detach().clone() for model in models for parameter in model.parameters()]
 
 
@@ -399,19 +402,20 @@ def one_thread() -> Iterator[None]:
 
 
 def of_optimizers(
-    names: Iterable[str], dtype: torch.dtype, *, is_compiled: bool
+    names: Iterable[str], dtype: torch.dtype, *, is_compiled: bool, option: ShardOptimizer = True
 ) -> dict[str, tuple[float, float]]:
     """For each optimizer the largest difference of parameters, and the share of the state."""
     found = {}
     with one_thread():
         for name in names:
             theirs, whole = plain(PLAIN, name, dtype, is_compiled=is_compiled)
-            ours, part = plain(SHARDED, name, dtype, is_compiled=is_compiled)
+            flag = FusionConfig(shard_optimizer=option)
+            ours, part = plain(flag, name, dtype, is_compiled=is_compiled)
             found[name] = largest_difference(ours, theirs), part / max(whole, 1)
     return found
 
 
-def of_loop(name: str) -> float:
+def of_loop(name: str, option: ShardOptimizer) -> float:
     with one_thread():
         theirs = LOOPS[name](PLAIN)
-        return largest_difference(LOOPS[name](SHARDED), theirs)
+        return largest_difference(LOOPS[name](FusionConfig(shard_optimizer=option)), theirs)

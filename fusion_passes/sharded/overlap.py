@@ -1,0 +1,237 @@
+"""Waits for parameters where the next forward first reads them: ``shard_optimizer="overlap"``."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from fusion_passes.graph.custom_ops import define
+from fusion_passes.graph.families import is_library_kernel
+from fusion_passes.graph.identity import pass_identity
+from fusion_passes.reducer.backward import reducers
+from fusion_passes.reducer.reducer import Reducer
+from fusion_passes.sharded.sends import on_the_way
+from fusion_passes.torch_private import CustomGraphPass
+from fusion_passes.torch_private.autograd import is_tensor_subclass
+from fusion_passes.torch_private.inductor import run_observed
+
+_ALIGNMENT: Final = 16
+"""Bytes. On an accelerator, a graph copies inputs with other addresses before it runs."""
+
+
+def _wait_for_all() -> None:
+    on_the_way.wait(to_write=False)
+
+
+def _wait_for(parameters: Sequence[Tensor]) -> None:
+    on_the_way.wait(parameters or None, to_write=False)
+
+
+WAIT_FOR_ALL: Final = define(
+    "wait_for_all_parameters", "() -> ()", _wait_for_all, fake=lambda: None
+)
+"""Waits for all parameters that are on their way to this rank. Each forward of a module with
+``shard_optimizer="overlap"`` calls it first. Dynamo traces it, and :class:`WaitForParameters` moves
+it to the places in the graph where parameters are read."""
+
+torch.fx.node.has_side_effect(WAIT_FOR_ALL)
+
+WAIT_FOR: Final = define(
+    "wait_for_parameters_",
+    "(Tensor(a!)[] parameters) -> ()",
+    _wait_for,
+    meta=lambda _: None,
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
+"""Waits for these parameters, if they are on their way to this rank; for all, if the list is empty.
+Because the op is declared as a write, Inductor reads the parameters after it."""
+
+
+# --- Forwards ------------------------------------------------------------------------------------
+
+
+def wait_in_forward(ddp: Any, reducer: Reducer) -> None:
+    """Have the forward of a module's wrapped module wait for parameters, if the option says so.
+    ``torch.compile`` begins a graph with that function, so that the wait is in the graph."""
+    module: nn.Module = getattr(ddp.module, "_orig_mod", ddp.module)
+    if reducer.module.config.shard_optimizer != "overlap":
+        return
+    if "forward" in vars(module):
+        handle: Any = module.register_forward_pre_hook(_pre_hook, prepend=True)
+    else:
+        vars(module)["forward"] = types.MethodType(_forward_of(type(module)), module)
+        handle = _Forward(module)
+    reducer.hooks.handles.append(handle)
+
+
+def _pre_hook(_: nn.Module, __: Any) -> None:
+    WAIT_FOR_ALL()
+
+
+class _Forward:
+    """The handle of a forward that waits."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def remove(self) -> None:
+        vars(self._module).pop("forward", None)
+
+
+def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
+    @functools.wraps(kind.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_exporting():
+            WAIT_FOR_ALL()
+        return type(self).forward(self, *args, **kwargs)
+
+    # Dynamo limits how often it compiles one code object, and forwards have one each otherwise.
+    function = cast("types.FunctionType", forward)
+    function.__code__ = function.__code__.replace()
+    return function
+
+
+def wait_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Take the place of a function that reads or writes parameters: wait for these first."""
+    on_the_way.wait()
+    return original(*args, **kwargs)
+
+
+def finish_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Take the place of the function that ends process groups: finish what is on its way, since
+    other ranks may wait for it."""
+    with contextlib.suppress(Exception):
+        on_the_way.wait()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+    return original(*args, **kwargs)
+
+
+# --- Graphs --------------------------------------------------------------------------------------
+
+
+def wait_before_graph(
+    compile_graph: Callable[..., Any], model: fx.GraphModule, *args: Any, **kwargs: Any
+) -> Any:
+    """Compile a graph without :data:`WAIT_FOR_ALL`. Return a function that waits for all parameters
+    and then calls the compiled graph."""
+    for node in model.graph.find_nodes(op="call_function", target=WAIT_FOR_ALL):
+        model.graph.erase_node(node)
+    model.recompile()
+    compiled = compile_graph(model, *args, **kwargs)
+
+    @functools.wraps(compiled)
+    def wait_first(*inputs: Any) -> Any:
+        _wait_for_all()
+        return compiled(*inputs)
+
+    return wait_first
+
+
+def waits_of_forward(graph: fx.Graph, inputs: Sequence[Any]) -> WaitForParameters | None:
+    """Make the pass for a graph of Dynamo's. Return ``None`` if the graph must be entered with all
+    parameters."""
+    gradients = reducers.gradients()
+    positions = [n for n, each in enumerate(inputs) if id(each) in gradients]
+    if len(graph.find_nodes(op="placeholder")) != len(inputs) or any(
+        is_tensor_subclass(each) for each in inputs
+    ):
+        return None
+    parameters = [inputs[position] for position in positions]
+    if any(each.device.type != "cpu" and each.data_ptr() % _ALIGNMENT for each in parameters):
+        return None
+    shapes = (tuple(each.shape) for each in parameters)
+    return WaitForParameters(len(inputs), tuple(zip(positions, shapes, strict=True)))
+
+
+@dataclass(frozen=True)
+class WaitForParameters(CustomGraphPass):
+    """Waits for each parameter before its first use in the graph, and for all others at the end.
+
+    Before::
+
+        primals_1: f32[4, 4], primals_2: f32[4], primals_3: f32[4, 4]
+        wait_for_all_parameters()
+        addmm: f32[2, 4] = addmm(primals_2, x, permute(primals_1))
+        mm: f32[2, 4] = mm(addmm, primals_3)
+
+    After::
+
+        primals_1: f32[4, 4], primals_2: f32[4], primals_3: f32[4, 4]
+        wait_for_parameters_([primals_1, primals_2])
+        addmm: f32[2, 4] = addmm(primals_2, x, permute(primals_1))
+        wait_for_parameters_([primals_3])
+        mm: f32[2, 4] = mm(addmm, primals_3)
+        wait_for_parameters_([])
+
+    One wait is for all parameters that are first read until the end of the next library kernel. The
+    last one, for all that are on their way, is for what runs after the graph. A graph without the
+    first node, such as the backward, is left alone.
+
+    Attributes:
+        num_inputs: number of inputs of the graph that Dynamo traced.
+        parameters: index and shape of each input that is a parameter.
+    """
+
+    num_inputs: int
+    parameters: tuple[tuple[int, tuple[int, ...]], ...]
+
+    def __call__(self, graph: fx.Graph) -> None:
+        assert graph.owning_module is not None, "a post-grad graph belongs to a module"
+        run_observed(graph.owning_module, type(self).__name__, self._run)
+
+    def _run(self, graph: fx.Graph) -> bool:
+        marks = graph.find_nodes(op="call_function", target=WAIT_FOR_ALL)
+        if not marks:
+            return False
+        unread, wait, wanted = self._parameters_of(graph), None, list[fx.Node]()
+        for node in itertools.takewhile(lambda node: node.op != "output", _following(marks[0])):
+            first_read = [source for source in node.all_input_nodes if source in unread]
+            unread.difference_update(first_read)
+            if first_read and wait is None:
+                wait = _add_wait(node)
+            wanted += first_read
+            if wait is not None and is_library_kernel(node):
+                wait.args, wait, wanted = (wanted,), None, []
+        if wait is not None:
+            wait.args = (wanted,)
+        _add_wait(graph.output_node())
+        for mark in marks:
+            graph.erase_node(mark)
+        return True
+
+    def _parameters_of(self, graph: fx.Graph) -> set[fx.Node]:
+        """The inputs that are parameters. If AOTAutograd has numbered the inputs differently, all
+        inputs that are tensors: a wait for others does nothing."""
+        inputs = graph.find_nodes(op="placeholder")
+        tensors = [node for node in inputs if isinstance(node.meta.get("val"), Tensor)]
+        found = {inputs[index]: shape for index, shape in self.parameters if index < len(inputs)}
+        is_same = len(inputs) == self.num_inputs and all(
+            node in tensors and tuple(node.meta["val"].shape) == shape
+            for node, shape in found.items()
+        )
+        return set(found if is_same else tensors)
+
+    def uuid(self) -> str:
+        return pass_identity(repr(self))
+
+
+def _following(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes behind a node, from a list, so that nodes can be added on the way."""
+    nodes = list(node.graph.nodes)
+    yield from nodes[nodes.index(node) + 1 :]
+
+
+def _add_wait(before: fx.Node) -> fx.Node:
+    with before.graph.inserting_before(before):
+        wait = before.graph.call_function(WAIT_FOR, ([],))
+    wait.meta["val"] = None
+    return wait
