@@ -67,6 +67,16 @@ def test_a_sum_into_rows_cannot_divide_what_it_has_stored() -> None:
     assert bucket.scaling.method == "bucket"
 
 
+def test_a_product_cannot_divide_what_it_has_stored_for_a_view_of_it() -> None:
+    def backward(x, y):
+        product = torch.ops.aten.permute.default(torch.mm(x, y), [1, 0])
+        return reduce(torch.reshape(product.unsqueeze(0), [3, 2]), "a"), reduce(y, "b")
+
+    graph = trace(backward, [tensor(2, 5), tensor(5, 3)]).graph
+    (bucket,) = plan_of(graph, scaling="bucket").buckets
+    assert bucket.scaling.method == "bucket"
+
+
 def test_a_backend_that_is_not_known_is_given_what_is_divided() -> None:
     assert scaling_of("ddp4").method == "store"
     assert scaling_of("ddp4", product=True).method == "bucket"
