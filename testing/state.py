@@ -36,6 +36,7 @@ GLOBALS: Final = {
     "reporting.recording.last_recording": Lifetime.PROCESS,
     "sharded.checkpoints._IS_WHOLE": Lifetime.PROCESS,
     "sharded.norms._asked": Lifetime.PROCESS,
+    "sharded.sends.on_the_way": Lifetime.MODULE,
     "sharded.steps.IS_ALONE": Lifetime.PROCESS,
     "sharded.steps.stepped": Lifetime.PROCESS,
     "stored.store_pass._register_lowerings": Lifetime.PROCESS,

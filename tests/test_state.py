@@ -235,6 +235,15 @@ def _traced() -> Any:
     return ddp
 
 
+def _on_the_way() -> Any:
+    flag = fusion_passes.FusionConfig(shard_optimizer="overlap")
+    with inductor_config.patch(ddp_fusion=flag):
+        ddp = DistributedDataParallel(two_layers())
+    _step(ddp)
+    torch.optim.SGD(ddp.parameters()).step()
+    return ddp
+
+
 def _registered() -> Any:
     backend = Backend()
     with on_the_host(backend):
@@ -257,6 +266,7 @@ KINDS = (
     _of_another_backend,
     _failing,
     _tensor_parallel,
+    _on_the_way,
 )
 
 

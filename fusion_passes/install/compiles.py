@@ -41,7 +41,9 @@ def compile_graph(
     parameters of managed modules. The parameters among the inputs are the module's own objects."""
     options = {**compiler.config, **(kwargs.get("config_patches") or {})}
     if model.graph.find_nodes(op="call_function", target=WAIT_FOR_ALL):
-        waits = waits_of_forward(model.graph, inputs) if compiles_usually(options) else None
+        waits = None
+        if compiles_usually(options) and _runs_passes(options):
+            waits = waits_of_forward(model.graph, inputs)
         if waits is None:
             compiled = functools.partial(compile_graph, original, compiler)
             return wait_before_graph(compiled, model, inputs, *args, **kwargs)
@@ -84,11 +86,15 @@ def _with_pass(
 def _check_passes_run(options: Mapping[str, Any]) -> None:
     """Refuse to compile a traced backward if Inductor would not run the pass: this rank would
     all-reduce gradients one by one, and other ranks launch buckets."""
-    switched_off = str(_value_of("disabled_passes", options) or "").split(",")
-    if not _value_of("use_post_grad_passes", options) or SLOT in switched_off:
+    if not _runs_passes(options):
         raise CannotLaunchError(
             "Inductor's use_post_grad_passes or disabled_passes switches the fusion's pass off"
         )
+
+
+def _runs_passes(options: Mapping[str, Any]) -> bool:
+    switched_off = str(_value_of("disabled_passes", options) or "").split(",")
+    return _value_of("use_post_grad_passes", options) and SLOT not in switched_off
 
 
 def compiles_usually(options: Mapping[str, Any]) -> bool:

@@ -14,7 +14,13 @@ from fusion_passes.reducer.backward import RunningBackward, reducers
 from fusion_passes.reducer.communication import AllReduce, HookCall, name_of_hook
 from fusion_passes.reducer.launch_queue import bucket_name
 from fusion_passes.reducer.reducer import Reducer
-from fusion_passes.reporting.records import BackwardReport, BucketReport, ModuleReport, ReducedIn
+from fusion_passes.reporting.records import (
+    BackwardReport,
+    BucketReport,
+    ModuleReport,
+    ReducedIn,
+    SentParameters,
+)
 from fusion_passes.torch_private.process_groups import backend_name
 
 _gone: Final = list[ModuleReport]()
@@ -51,7 +57,7 @@ def _module(reducer: Reducer) -> ModuleReport:
     else:
         mode = "hook"
     device = next(iter(reducer.parameters.kinds.values())).device
-    registered = reducer.memory.registered
+    registered, sends = reducer.memory.registered, reducer.record.sends
     return ModuleReport(
         reducer.queue.name,
         group.group_name,
@@ -66,6 +72,7 @@ def _module(reducer: Reducer) -> ModuleReport:
         "plain" if registered is None else registered.in_words(),
         tuple(_buckets(reducer)),
         bool(reducer.module.config.shard_optimizer),
+        None if sends is None else SentParameters(sends.num_bytes, sends.took_s, sends.waited_s),
     )
 
 

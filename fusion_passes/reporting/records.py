@@ -69,6 +69,22 @@ class BucketReport:
 
 
 @dataclass(frozen=True)
+class SentParameters:
+    """Parameters that owners sent to all ranks after a step of a sharded optimizer.
+
+    Attributes:
+        num_bytes: size of the parameters, in bytes.
+        took_s: seconds from the end of the step's compute until this rank had waited for the last
+            parameter that it received.
+        waited_s: for how many of these seconds the host waited; the rest was hidden.
+    """
+
+    num_bytes: int
+    took_s: float
+    waited_s: float
+
+
+@dataclass(frozen=True)
 class ModuleReport:
     """A DDP module whose gradients a reducer averages.
 
@@ -90,6 +106,8 @@ class ModuleReport:
         buckets: buckets, in launch order; empty before the first step has ended, because the
             buckets are rebuilt at its end.
         shard_optimizer: whether gradients go to the owners of their parameters alone.
+        sent_parameters: with ``shard_optimizer``, the parameters that owners sent after the last
+            step whose parameters this rank has waited for; ``None`` before.
     """
 
     name: str
@@ -105,6 +123,7 @@ class ModuleReport:
     memory: str
     buckets: tuple[BucketReport, ...]
     shard_optimizer: bool = False
+    sent_parameters: SentParameters | None = None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from fusion_passes.reporting.records import (
     ModuleReport,
     ReducedIn,
     Report,
+    SentParameters,
     Totals,
 )
 
@@ -110,6 +111,15 @@ def _of_module(module: ModuleReport) -> Iterator[_Line]:
     if module.memory != "plain":
         yield "memory: ", module.memory
     yield from _copies(module.buckets)
+    if module.sent_parameters is not None:
+        yield "parameters: ", _of_parameters(module.sent_parameters)
+
+
+def _of_parameters(sent: SentParameters) -> str:
+    return (
+        f"{format_bytes(sent.num_bytes)} sent by their owners after optimizer.step() in "
+        f"{sent.took_s * 1000:.1f} ms, of which the host waited for {sent.waited_s * 1000:.1f} ms"
+    )
 
 
 def _of_graph(graph: FusionReport) -> Iterator[_Line]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -21,7 +20,6 @@ from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.sharded.sends import on_the_way
 from fusion_passes.torch_private import CustomGraphPass
 from fusion_passes.torch_private.autograd import is_tensor_subclass
-from fusion_passes.torch_private.inductor import run_observed
 
 _ALIGNMENT: Final = 16
 """Bytes. On an accelerator, a graph copies inputs with other addresses before it runs."""
@@ -31,8 +29,8 @@ def _wait_for_all() -> None:
     on_the_way.wait(to_write=False)
 
 
-def _wait_for(parameters: Sequence[Tensor]) -> None:
-    on_the_way.wait(parameters or None, to_write=False)
+def _wait_for(parameters: Sequence[Tensor], for_all: bool = False) -> None:
+    on_the_way.wait(None if for_all else parameters, to_write=False)
 
 
 WAIT_FOR_ALL: Final = define(
@@ -46,13 +44,13 @@ torch.fx.node.has_side_effect(WAIT_FOR_ALL)
 
 WAIT_FOR: Final = define(
     "wait_for_parameters_",
-    "(Tensor(a!)[] parameters) -> ()",
+    "(Tensor(a!)[] parameters, bool for_all=False) -> ()",
     _wait_for,
-    meta=lambda _: None,
+    meta=lambda *_: None,
     tags=(torch.Tag.cudagraph_unsafe,),
 )
-"""Waits for these parameters, if they are on their way to this rank; for all, if the list is empty.
-Because the op is declared as a write, Inductor reads the parameters after it."""
+"""Waits for these parameters, or for all, if they are on their way to this rank. Because the op is
+declared as a write, Inductor reads the parameters after it."""
 
 
 # --- Forwards ------------------------------------------------------------------------------------
@@ -170,11 +168,12 @@ class WaitForParameters(CustomGraphPass):
         addmm: f32[2, 4] = addmm(primals_2, x, permute(primals_1))
         wait_for_parameters_([primals_3])
         mm: f32[2, 4] = mm(addmm, primals_3)
-        wait_for_parameters_([])
+        wait_for_parameters_([primals_3], True)
 
-    One wait is for all parameters that are first read until the end of the next library kernel. The
-    last one, for all that are on their way, is for what runs after the graph. A graph without the
-    first node, such as the backward, is left alone.
+    One wait is for all parameters that are first read up to the next library kernel. The last wait
+    is for whatever runs after the graph. Its parameter tells Inductor the device: a call without
+    one runs in the middle of a C++ kernel. A graph without the first node, such as the backward, is
+    left alone.
 
     Attributes:
         num_inputs: number of inputs of the graph that Dynamo traced.
@@ -185,53 +184,49 @@ class WaitForParameters(CustomGraphPass):
     parameters: tuple[tuple[int, tuple[int, ...]], ...]
 
     def __call__(self, graph: fx.Graph) -> None:
-        assert graph.owning_module is not None, "a post-grad graph belongs to a module"
-        run_observed(graph.owning_module, type(self).__name__, self._run)
-
-    def _run(self, graph: fx.Graph) -> bool:
         marks = graph.find_nodes(op="call_function", target=WAIT_FOR_ALL)
         if not marks:
-            return False
-        unread, wait, wanted = self._parameters_of(graph), None, list[fx.Node]()
-        for node in itertools.takewhile(lambda node: node.op != "output", _following(marks[0])):
+            return
+        nodes = list(graph.nodes)
+        unread = self._parameters_of(graph)
+        some = [*unread, *filter(_is_tensor, nodes)][:1]
+        wait, wanted = None, list[fx.Node]()
+        for node in nodes[nodes.index(marks[0]) + 1 : -1]:
             first_read = [source for source in node.all_input_nodes if source in unread]
-            unread.difference_update(first_read)
-            if first_read and wait is None:
-                wait = _add_wait(node)
+            for source in first_read:
+                del unread[source]
             wanted += first_read
+            if first_read and wait is None:
+                wait = _add_wait(node, [])
             if wait is not None and is_library_kernel(node):
                 wait.args, wait, wanted = (wanted,), None, []
         if wait is not None:
             wait.args = (wanted,)
-        _add_wait(graph.output_node())
+        _add_wait(graph.output_node(), some, True)
         for mark in marks:
             graph.erase_node(mark)
-        return True
 
-    def _parameters_of(self, graph: fx.Graph) -> set[fx.Node]:
+    def _parameters_of(self, graph: fx.Graph) -> dict[fx.Node, None]:
         """The inputs that are parameters. If AOTAutograd has numbered the inputs differently, all
         inputs that are tensors: a wait for others does nothing."""
         inputs = graph.find_nodes(op="placeholder")
-        tensors = [node for node in inputs if isinstance(node.meta.get("val"), Tensor)]
         found = {inputs[index]: shape for index, shape in self.parameters if index < len(inputs)}
         is_same = len(inputs) == self.num_inputs and all(
-            node in tensors and tuple(node.meta["val"].shape) == shape
+            _is_tensor(node) and tuple(node.meta["val"].shape) == shape
             for node, shape in found.items()
         )
-        return set(found if is_same else tensors)
+        return dict.fromkeys(found if is_same else filter(_is_tensor, inputs))
 
     def uuid(self) -> str:
         return pass_identity(repr(self))
 
 
-def _following(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes behind a node, from a list, so that nodes can be added on the way."""
-    nodes = list(node.graph.nodes)
-    yield from nodes[nodes.index(node) + 1 :]
-
-
-def _add_wait(before: fx.Node) -> fx.Node:
+def _add_wait(before: fx.Node, *args: Any) -> fx.Node:
     with before.graph.inserting_before(before):
-        wait = before.graph.call_function(WAIT_FOR, ([],))
+        wait = before.graph.call_function(WAIT_FOR, args)
     wait.meta["val"] = None
     return wait
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), Tensor)

@@ -72,6 +72,7 @@ class Message:
         places: where the parameters lie on a rank that receives a copy, ``sent``.
         addresses: the address of each parameter.
         wait: waits until the message has been sent or received.
+        times: when it and others were sent.
     """
 
     numbers: list[ParameterNumber]
@@ -80,6 +81,7 @@ class Message:
     places: list[Tensor] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
     wait: Wait = nothing
+    times: ParameterSends | None = None
 
     def finish(self) -> None:
         """Wait for the message, and copy what was received to the parameters."""
@@ -132,9 +134,8 @@ class OnTheWay:
         """Begin to send parameters to all ranks. Ranks cannot know which parameters a step has
         changed, so all are sent."""
         parameters, messages = reducer.parameters.all, _messages(reducer, numbers)
-        reducer.record.sends = ParameterSends(
-            sum(message.sent.nbytes for message in messages), time.perf_counter()
-        )
+        num_bytes = sum(message.sent.nbytes for message in messages)
+        times = ParameterSends(num_bytes, time.perf_counter())
         with _quoting_others(reducer):
             sent = [(message.owner, message.sent) for message in messages]
             waits = begin_broadcasts(reducer.module.group, sent, communication.backend)
@@ -146,7 +147,7 @@ class OnTheWay:
                 table = self._messages[reducer] = {}
                 weakref.finalize(reducer, _finish_quietly, table)
             for message, wait in zip(messages, waits, strict=True):
-                message.wait = wait
+                message.wait, message.times = wait, times
                 message.addresses = [parameters[n].data_ptr() for n in message.numbers]
                 self._messages[reducer].update(dict.fromkeys(message.addresses, message))
 
@@ -158,7 +159,7 @@ class OnTheWay:
             RuntimeError: a message was not received; says why another rank failed, if it left a
                 note.
         """
-        if not self._messages:
+        if not any(self._messages.values()):
             return
         addresses = None if parameters is None else [each.data_ptr() for each in parameters]
         with self._lock:
@@ -169,8 +170,6 @@ class OnTheWay:
                 for message in messages:
                     if to_write or message.owner != rank:
                         self._finish(reducer, table, message)
-                if not table:
-                    self._messages.pop(reducer, None)
 
     def _finish(self, reducer: Reducer, table: dict[int, Message], message: Message) -> None:
         begun = time.perf_counter()
@@ -178,10 +177,11 @@ class OnTheWay:
             message.finish()
         for address in message.addresses:
             table.pop(address, None)
-        ended, sends = time.perf_counter(), reducer.record.sends
-        if sends is not None and message.owner != reducer.module.group.rank():
-            sends.waited_s += ended - begun
-            sends.took_s = ended - sends.begun_s
+        if message.times is not None and message.owner != reducer.module.group.rank():
+            ended = time.perf_counter()
+            message.times.waited_s += ended - begun
+            message.times.took_s = ended - message.times.begun_s
+            reducer.record.sends = message.times
 
 
 def _finish_quietly(table: dict[int, Message]) -> None:

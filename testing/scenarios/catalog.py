@@ -101,6 +101,7 @@ COLLECTIVE: Options = {"options": {"scaling": "collective"}}
 BUCKET: Options = {"options": {"scaling": "bucket"}}
 FLAG_CAP: Options = {"options": {"bucket_cap_mb": SMALL_MB, "first_bucket_cap_mb": SMALL_MB}}
 SHARDED: Options = {"options": {"shard_optimizer": True}, "modes": ("concat",)}
+OVERLAPPED: Options = {"options": {"shard_optimizer": "overlap"}, "modes": ("concat",)}
 """Options of ``FusionConfig``. With the last one, a rank has the gradients of its own parameters;
 those of other ranks are compared too."""
 
@@ -615,4 +616,16 @@ SCENARIOS = (
     on_ranks("ddp-4", "sharded", "loops:plain", **SHARDED),
     on_ranks("groups", "sharded", "instances:two_groups", **SHARDED),
     tensor_parallel("sharded", **SHARDED, steps=2, sizes=(3, 5)),
+    plain("overlapped", CONCAT, "concat/bf16", EACH_TORCH, **OVERLAPPED, dtypes=ALL_DTYPES),
+    plain("overlapped-inside", CONCAT, **OVERLAPPED, **INSIDE),
+    plain("overlapped-no-sync", **OVERLAPPED, **KEPT, **TWO_BY_THREE),
+    plain("overlapped-tied", CONCAT, **OVERLAPPED, model="tied"),
+    branches("overlapped-unused", CONCAT, **OVERLAPPED, takes=OTHERS, moves=True),
+    on_two("overlapped-clipped", "loops:clipped", **OVERLAPPED, kind="foreach", **ROUNDS),
+    on_two("overlapped-compiled", "loops:compiled_step", **OVERLAPPED, **ROUNDS),
+    on_two("overlapped-instances", "instances:two_caps", CONCAT, **OVERLAPPED),
+    on_two("overlapped-deepcopy", "reducer:deepcopy", **OVERLAPPED),
+    on_ranks("ddp-4", "overlapped", "loops:plain", **OVERLAPPED),
+    on_ranks("groups", "overlapped", "instances:two_groups", **OVERLAPPED),
+    tensor_parallel("overlapped", **OVERLAPPED, steps=2, sizes=(3, 5)),
 )

@@ -168,6 +168,7 @@ class Run:
 
     def note_end(self, model: nn.Module) -> None:
         """Record parameters and buffers."""
+        model.state_dict()  # Waits for parameters that are on their way.
         self.end |= _detached(self._parameters_of(model))
         self.end |= _detached(dict(model.named_buffers()))
 

@@ -55,6 +55,7 @@ def _canonical(what: str) -> str:
 OF_THE_FLAG = "While the flag is set"
 OF_MODULES = "While the flag is set, or a managed module is there"
 OF_SHARDED = "While a module with `shard_optimizer` is there"
+OF_OVERLAPPED = 'While a module with `shard_optimizer="overlap"` is there'
 
 
 def test_what_the_flag_changes_is_what_is_listed() -> None:
@@ -113,14 +114,21 @@ def test_what_modules_need_is_there_until_the_last_one_is_gone(
     assert changed(before, contents()) - ALWAYS == set()
 
 
-def test_what_sharded_optimizers_need_is_there_with_such_a_module() -> None:
-    flag = FusionConfig(shard_optimizer=True)
+@pytest.mark.parametrize(
+    ("option", "headings"), [(True, [OF_SHARDED]), ("overlap", [OF_SHARDED, OF_OVERLAPPED])]
+)
+def test_what_sharded_optimizers_need_is_there_with_such_a_module(
+    option: Any, headings: list[str]
+) -> None:
+    flag = FusionConfig(shard_optimizer=option)
     with fake_world(2):
         _freed([_managed(two_layers(), flag)])  # Imports its own dependencies.
         model = two_layers()
         before = contents()
         modules = [_managed(model, flag)]
-        known = {_canonical(what) for what in listed(OF_MODULES) | listed(OF_SHARDED)}
+        known = {
+            _canonical(what) for heading in (OF_MODULES, *headings) for what in listed(heading)
+        }
         assert changed(before, contents(), known) - ALWAYS == known
         _freed(modules)
         assert changed(before, contents()) - ALWAYS == set()

@@ -187,7 +187,7 @@ def test_trains_as_eager_ddp_with_a_sharded_optimizer(
     run_on_ranks: RUN, scenario: Scenario
 ) -> None:
     """Gradients are those of the owners."""
-    options = (*scenario.options, ("shard_optimizer", True))
+    options = (*scenario.options, ("shard_optimizer", "overlap"))
     scenario = dataclasses.replace(scenario, options=options)
     how = {"mode": "concat", "dtype": scenario.dtypes[0]}
     reports = run_on_ranks(scenario.ranks, train, scenario=scenario, **how)

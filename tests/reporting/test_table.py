@@ -11,6 +11,7 @@ from expecttest import assert_expected_inline
 import fusion_passes
 from fusion_passes import BucketReport, FusionReport, ModuleReport, RejectionReport, format_report
 from fusion_passes.layout.caps import MIB
+from fusion_passes.reporting.records import SentParameters
 from fusion_passes.reporting.table import format_bytes
 from fusion_passes.reporting.timeline import BucketTimes
 
@@ -145,6 +146,15 @@ def test_a_module_before_its_first_step_and_one_with_a_hook() -> None:
     )
     hooked = dataclasses.replace(MODULE, mode="hook", hook="powerSGD_hook")
     assert "(hook powerSGD_hook, 2 ranks over gloo)" in " ".join(format_modules(hooked).split())
+
+
+def test_parameters_of_a_sharded_optimizer_have_their_times() -> None:
+    sent = SentParameters(30 * MIB, 0.188, 0.031)
+    sharded = dataclasses.replace(MODULE, shard_optimizer=True, sent_parameters=sent)
+    assert format_modules(sharded).splitlines()[-1] == (
+        "parameters: 30.0 MiB sent by their owners after optimizer.step() in 188.0 ms, of which the "
+        "host waited for 31.0 ms"
+    )
 
 
 def format_modules(module: ModuleReport) -> str:

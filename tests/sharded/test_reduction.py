@@ -20,10 +20,10 @@ from fusion_passes.layout.layout import GradientKind, Layout, decode, encode, la
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.parameters import Parameters
 from fusion_passes.reducer.reducer import reducer_of
-from fusion_passes.sharded import norms, steps
+from fusion_passes.sharded import norms, sends
 from fusion_passes.sharded.modules import with_owners
 from fusion_passes.sharded.reduction import ReduceToOwners
-from fusion_passes.sharded.sends import broadcast
+from fusion_passes.sharded.sends import begin_broadcasts, broadcast
 from tests.sharded.trainings import SHARDED, wrapped
 from tests.support.fake_world import fake_world, two_layers
 
@@ -166,7 +166,21 @@ def test_parameters_are_broadcast_in_one_group() -> None:
         ("broadcast", 1, 4),
         ("end",),
         ("wait",),
+        ("wait",),
     ]
+
+
+def test_broadcasts_of_many_bytes_are_several_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next forward can begin when the first group has arrived."""
+    monkeypatch.setattr(sends, "_GROUP_BYTES", 28)
+    group = Group(2, 0)
+    waits = begin_broadcasts(
+        group, [(0, torch.ones(3)), (1, torch.ones(4)), (0, torch.ones(2))], "nccl"
+    )
+    kinds = [call[0] for call in group.calls]
+    assert kinds == ["start", "broadcast", "broadcast", "end", "start", "broadcast", "end"]
+    assert waits[0] is waits[1]
+    assert waits[1] is not waits[2]
 
 
 # --- Gradients -----------------------------------------------------------------------------------
@@ -259,7 +273,7 @@ def test_averages_of_others_are_dropped_between_backwards_of_an_iteration(world:
 def test_another_optimizer_sends_nothing(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
     ddp, other = managed(), nn.Linear(4, 4)
     sent: list[Any] = []
-    monkeypatch.setattr(steps, "send", lambda *arguments: sent.append(arguments[-1]))
+    monkeypatch.setattr(sends.on_the_way, "begin", lambda *each: sent.append(each[-1]))
     monkeypatch.setattr(norms, "all_gather", lambda *arguments: sent.append(arguments))
     for model in (other, ddp):
         model(torch.ones(2, 4)).sum().backward()

@@ -32,6 +32,7 @@ class Way:
         memory: memory of buckets, as in ``FusionConfig``; only for this package.
         is_sharded: whether optimizer states are divided by the ranks: with eager DDP, by torch's
             ``ZeroRedundancyOptimizer``.
+        is_overlapped: whether the next forward waits for the parameters.
         is_traced: whether compiled autograd traces its backward, outside of a compiled step.
         passes: torch's own fusion passes.
         bucketing: whether torch's ``bucket_all_reduces_fx`` is on.
@@ -45,6 +46,7 @@ class Way:
     fusion: str = ""
     memory: Literal["plain", "registered"] = "plain"
     is_sharded: bool = False
+    is_overlapped: bool = False
     is_traced: bool = False
     passes: str = ""
     bucketing: bool = False
@@ -102,6 +104,9 @@ WAYS: Final = {
     "coalesced": Way("outside", "none", fusion="coalesced", caps=True),
     "concat, traced": Way("outside", "none", fusion="concat", is_traced=True),
     "concat, sharded": Way("outside", "none", fusion="concat", is_sharded=True),
+    "concat, overlapped": Way(
+        "outside", "none", fusion="concat", is_sharded=True, is_overlapped=True
+    ),
     ZERO: Way("eager", "c++", is_sharded=True),
     "concat, registered": Way("outside", "none", fusion="concat", memory="registered"),
     AUTO: Way("outside", "none", fusion="auto"),
@@ -208,7 +213,7 @@ def configure(way: Way) -> None:
 
         options: dict[str, Any] = {"backward_graph": "compiled_autograd"} if way.is_traced else {}
         mode = cast("Any", way.fusion)
-        options |= {"shard_optimizer": True} if way.is_sharded else {}
+        options |= {"shard_optimizer": "overlap" if way.is_overlapped else way.is_sharded}
         flag = fusion_passes.FusionConfig(mode=mode, memory=way.memory, **options)
         inductor_config.ddp_fusion = flag
     elif way.reducer == "python":
