@@ -82,6 +82,10 @@ def fork_server_pid() -> int | None:
     return pid
 
 
+RUN = Callable[..., list[Any]]
+"""The type of :meth:`RankPool.run`."""
+
+
 class RankError(RuntimeError):
     """Some ranks have no result.
 

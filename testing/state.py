@@ -35,6 +35,7 @@ GLOBALS: Final = {
     "reporting.modules._gone": Lifetime.PROCESS,
     "reporting.recording.last_recording": Lifetime.PROCESS,
     "sharded.checkpoints._IS_WHOLE": Lifetime.PROCESS,
+    "sharded.modules.thread": Lifetime.PROCESS,
     "sharded.norms._asked": Lifetime.PROCESS,
     "sharded.sends.on_the_way": Lifetime.MODULE,
     "sharded.steps.IS_ALONE": Lifetime.PROCESS,

@@ -14,8 +14,8 @@ import torch
 
 from fusion_passes.reducer import copies
 from tests.support.fake_world import fake_world
+from tests.support.launch import ROOT
 
-ROOT: Final = Path(__file__).parent.parent
 DOCS: Final = ROOT / "docs"
 PAGES: Final = sorted(DOCS.glob("*.md"))
 

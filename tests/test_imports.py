@@ -9,10 +9,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Final
 
-from tests.support.imports import imported_names, is_private, names_of_torch
-
-PACKAGE: Final = Path(__file__).parent.parent / "fusion_passes"
-FILES: Final = sorted(PACKAGE.rglob("*.py"))
+from tests.support.imports import FILES, PACKAGE, imported_names, is_private, names_of_torch
 
 TABLE: Final = (PACKAGE.parent / "docs" / "architecture.md").read_text()
 ROOMS: Final = [*re.findall(r"^\| `fusion_passes/(\w+)", TABLE, re.MULTILINE), "__init__"]

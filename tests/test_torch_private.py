@@ -8,7 +8,6 @@ objects that are made while a model trains are covered by mypy and the other tes
 from __future__ import annotations
 
 import ast
-import importlib
 import importlib.util
 import pkgutil
 import re
@@ -20,13 +19,10 @@ import torch
 import torch._dynamo.compiled_autograd
 import torch._inductor.config
 
-import fusion_passes
-from tests.support.imports import names_of_torch
+from tests.support.imports import FILES, PACKAGE, names_of_torch
 
 pytestmark = pytest.mark.each_torch
 
-PACKAGE: Final = Path(fusion_passes.__file__).parent
-FILES: Final = sorted(PACKAGE.rglob("*.py"))
 PRIVATE: Final = sorted((PACKAGE / "torch_private").glob("*.py"))
 
 OLDER: Final = "older_torch.py"
@@ -69,12 +65,6 @@ def _texts(path: Path) -> set[str]:
 
 
 # -------------------------------------------------------------------------------------------------
-
-
-def test_every_module_can_be_imported() -> None:
-    for module in pkgutil.walk_packages([str(PACKAGE)], "fusion_passes."):
-        if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
 
 
 def test_names_that_are_written_out_are_there() -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-import fusion_passes
 from fusion_passes import torch_private
+from tests.support.imports import FILES, PACKAGE
 
-PACKAGE = Path(fusion_passes.__file__).parent
 SETUP = PACKAGE.parent / "setup.py"
 
 SUPPORTED = 5
@@ -72,7 +70,7 @@ it."""
 def test_other_code_asks_for_no_version_of_torch() -> None:
     asking = [
         path.name
-        for path in PACKAGE.rglob("*.py")
+        for path in FILES
         if "torch.__version__" in path.read_text() and path.name not in ("older_torch.py", *TELLING)
     ]
     assert asking == []

@@ -1,12 +1,14 @@
 """Trains random models in random loops, with eager DDP and under the flag, and compares.
 
-A case depends only on its seed. Ranks are kept from case to case. A case that differs, crashes or
-hangs is run again on new ranks, shrunk, and written to the output directory.
+A case depends only on its seed and on ``--shard-optimizer``. Ranks are kept from case to case. A
+case that differs, crashes or hangs is run again on new ranks, shrunk, and written to the output
+directory.
 
     python tools/fuzz.py --seeds 0:100
     python tools/fuzz.py --seeds 200:300 --seconds 1800 --output fuzz
     python tools/fuzz.py --case 17                    # run one case, and print all details
     python tools/fuzz.py --seeds 17:18                # run the same case, and shrink it if it fails
+    python tools/fuzz.py --seeds 0:100 --shard-optimizer
     python tools/fuzz.py --replay fuzz/17.small.json
 """
 
@@ -37,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.replay is not None:
             return _show(runner, from_json(options.replay.read_text()))
         if options.case is not None:
-            return _show(runner, draw(options.case))
+            return _show(runner, draw(options.case, shard_optimizer=options.shard_optimizer))
         return _run_all(runner, options)
 
 
@@ -49,6 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     limit = "seconds after which no further case is started (default: no limit)"
     add("--seconds", type=float, default=float("inf"), help=limit)
     add("--case", type=int, metavar="SEED", help="run one case, and print all details")
+    sharding = "draw the cases with FusionConfig(shard_optimizer=True)"
+    add("--shard-optimizer", action="store_true", help=sharding)
     add("--replay", type=Path, metavar="FILE", help="run the case in a file, and print all details")
     shrinking = "time limit for shrinking a case, in seconds (default: 900)"
     add("--shrink-seconds", type=float, default=900.0, help=shrinking)
@@ -80,7 +84,7 @@ def _run_all(runner: Runner, options: argparse.Namespace) -> int:
     for seed in options.seeds:
         if time.monotonic() - start > options.seconds:
             break
-        case = draw(seed)
+        case = draw(seed, shard_optimizer=options.shard_optimizer)
         past = [*past, seed] if runner.cases else [seed]
         outcome = runner.run(case)
         _say(case, outcome)

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from fusion_passes.sharded.overlap import WAIT_FOR_ALL, wait_before_graph, waits_of_forward
+from fusion_passes.sharded.overlap import WAIT_FOR_MODULE, wait_before_graph, waits_of_forward
 from fusion_passes.stored.store_pass import StorePass, stores_of_forward
 from fusion_passes.torch_private import CustomGraphPass, inductor_config
 from fusion_passes.torch_private.dynamo import is_compiling_backward
@@ -40,7 +40,7 @@ def compile_graph(
     :class:`FusePass` for a traced backward, and :class:`StorePass` for a forward that reads
     parameters of managed modules. The parameters among the inputs are the module's own objects."""
     options = {**compiler.config, **(kwargs.get("config_patches") or {})}
-    if model.graph.find_nodes(op="call_function", target=WAIT_FOR_ALL):
+    if model.graph.find_nodes(op="call_function", target=WAIT_FOR_MODULE):
         waits = None
         if compiles_usually(options) and _runs_passes(options):
             waits = waits_of_forward(model.graph, inputs)

@@ -28,8 +28,20 @@ from fusion_passes.reducer.warnings import (
 from fusion_passes.reporting.modules import backward_counts, report_when_freed
 from fusion_passes.sharded import checkpoints
 from fusion_passes.sharded.modules import before_backward, shard
-from fusion_passes.sharded.norms import clip_with_norm, norm_for_clipping, total_norm, unscale
-from fusion_passes.sharded.overlap import finish_first, wait_first, wait_in_forward
+from fusion_passes.sharded.norms import (
+    by_device_and_dtype,
+    clip_with_norm,
+    norm_for_clipping,
+    total_norm,
+    unscale,
+)
+from fusion_passes.sharded.overlap import (
+    finish_first,
+    wait_for_averaged,
+    wait_for_module,
+    wait_for_parameter,
+    wait_in_forward,
+)
 from fusion_passes.sharded.steps import hook_steps
 from fusion_passes.torch_private import inductor_config, owner_of_name
 from fusion_passes.torch_private.autograd import HOOKS_ON_NODES
@@ -135,6 +147,8 @@ def _for_sharded(undo: contextlib.ExitStack) -> None:
     _wrap(undo, "torch.nn.utils.clip_grad._clip_grads_with_norm_", clip_with_norm)
     # The first one of them again, as users call it.
     _wrap(undo, "torch.nn.utils.get_total_norm", total_norm)
+    # clip_grad_value_ calls this one, also on a rank that owns nothing.
+    _wrap(undo, "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype", by_device_and_dtype)
     # Each rank unscales its own gradients, and all must find the same infinities.
     _wrap(undo, "torch.amp.GradScaler._unscale_grads_", unscale)
     # Each rank saves the state of its own parameters, and keeps that of all that it loads.
@@ -151,10 +165,10 @@ def _for_overlap(undo: contextlib.ExitStack) -> None:
     """Patch torch for modules whose parameters arrive after a step: what is most often called
     between a step and the next forward, and reads or writes parameters, waits for them."""
     for method in ("state_dict", "load_state_dict"):
-        _wrap(undo, f"torch.nn.Module.{method}", wait_first)
+        _wrap(undo, f"torch.nn.Module.{method}", wait_for_module)
     for method in ("__deepcopy__", "__reduce_ex__"):
-        _wrap(undo, f"torch.nn.Parameter.{method}", wait_first)
-    _wrap(undo, "torch.optim.swa_utils.AveragedModel.update_parameters", wait_first)
+        _wrap(undo, f"torch.nn.Parameter.{method}", wait_for_parameter)
+    _wrap(undo, "torch.optim.swa_utils.AveragedModel.update_parameters", wait_for_averaged)
     # Other ranks may be waiting for what this one sends.
     for module in ("torch.distributed", "torch.distributed.distributed_c10d"):
         _wrap(undo, f"{module}.destroy_process_group", finish_first)

@@ -181,6 +181,9 @@ def load_state_dict(
         state = {k: v for k, v in state_dict["state"].items() if k not in left_out}
         state_dict = {**state_dict, "state": state}
     original(optimizer, state_dict)
+    stepped.pop(optimizer, None)  # The state is that of the present owners.
+    for _, communication, _ in held_by(optimizer):
+        communication.step = None  # A step that has failed is of no importance any more.
 
 
 # --- torch.distributed.checkpoint.state_dict ------------------------------------------------------

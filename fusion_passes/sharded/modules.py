@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from types import FrameType
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from fusion_passes.layout.layout import Kinds
 from fusion_passes.reducer.backward import reducers
@@ -56,13 +57,43 @@ def sharded() -> Sequence[tuple[Reducer, ReduceToOwners]]:
     return [(reducer, sends) for reducer, sends in pairs if isinstance(sends, ReduceToOwners)]
 
 
+class _Thread(threading.local):
+    """What is known of a thread.
+
+    Attributes:
+        runs_backwards: whether it has run a backward that accumulates gradients.
+    """
+
+    runs_backwards: bool = False
+
+
+thread: Final = _Thread()
+
+
+def note_thread(communication: ReduceToOwners) -> None:
+    """Note that this thread steps a module, and so trains it, if it runs backwards too."""
+    communication.thread = threading.current_thread() if thread.runs_backwards else None
+
+
+def _is_of_another_thread(reducer: Reducer, communication: ReduceToOwners) -> bool:
+    """Whether another thread trains a module. Before its first step, a thread other than the main
+    one takes that for granted: there are no averages yet."""
+    this, other = threading.current_thread(), communication.thread
+    if other is None:
+        return reducer.steps == 0 and this is not threading.main_thread()
+    return other is not this and other.is_alive()
+
+
 def before_backward() -> None:
     """Prepare for a backward, which may accumulate gradients of such modules.
 
     Raises:
         RuntimeError: gradients that exist cannot be averaged as DDP would.
     """
+    thread.runs_backwards = True
     for reducer, communication in sharded():
+        if _is_of_another_thread(reducer, communication):
+            continue  # It may be in a backward at this moment. That thread looks at it itself.
         refuse_after_failed_step(reducer, communication)
         received = () if reducer.iteration is None else reducer.iteration.received
         why = communication.note_averages(received) or _why_not_owners(reducer, communication)
@@ -84,9 +115,8 @@ def refuse_after_failed_step(reducer: Reducer, communication: ReduceToOwners) ->
     while frame is not None and frame is not communication.step:
         frame = frame.f_back if communication.step else None
     if communication.step and frame is None:  # Else a closure is running that the step has called.
-        communication.step = None
         why = "an optimizer step has failed on this rank, so its parameters were not sent to others"
-        refuse(reducer, f"{why}. Load a checkpoint on all ranks.")
+        refuse(reducer, f"{why}. Load a checkpoint of model and optimizer on all ranks.")
 
 
 def _why_not_owners(reducer: Reducer, communication: ReduceToOwners) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -22,8 +23,8 @@ Norm: TypeAlias = Callable[..., Tensor]
 
 
 @dataclass
-class _Asked:
-    """What ``clip_grad_norm_`` has asked for last.
+class _Asked(threading.local):
+    """What ``clip_grad_norm_`` has asked for last, in each thread.
 
     Attributes:
         answer: the tensor that it was given, with the norm of this rank's gradients; ``None`` once
@@ -80,6 +81,14 @@ def clip_with_norm(
     original(parameters, max_norm, total_norm, foreach)
 
 
+def by_device_and_dtype(
+    original: Callable[..., dict[Any, Any]], lists: list[list[Tensor]], *args: Any
+) -> dict[Any, Any]:
+    """Take the place of the function that groups gradients for ``clip_grad_value_``, which does not
+    expect that there are none: a rank may own no parameter."""
+    return original(lists, *args) if lists[0] else {}
+
+
 def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
@@ -123,8 +132,8 @@ def _norm(
     parameters: Sequence[Tensor],
 ) -> Tensor:
     """The norm of the gradients of all ranks of these groups, each counted once: a gradient that
-    no rank alone has is on all ranks. Its dtype and device are those that torch gives it, or, if
-    this rank has no gradient, those of the norm of the parameters."""
+    no rank alone has is on all ranks. Its dtype is that of the norm of the parameters, if they are
+    given, since ranks may own gradients of other dtypes."""
     norm_type = float(norm_type)
     if not groups:
         return compute(gradients, norm_type, error_if_nonfinite, foreach)
@@ -152,7 +161,7 @@ def _norm(
     if error_if_nonfinite and not math.isfinite(total.item()):
         # In torch's words, which raises this on all ranks then.
         compute([total], norm_type, True, foreach)
-    like = gradients or parameters
+    like = [p for p in parameters if p.requires_grad] or gradients
     dtypes = [tensor.dtype.to_real() for tensor in like] or [torch.float32]
     device = like[0].device if like else torch.device("cpu")
     return total.to(device, functools.reduce(torch.promote_types, dtypes))

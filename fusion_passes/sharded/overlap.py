@@ -17,7 +17,7 @@ from fusion_passes.graph.families import is_library_kernel
 from fusion_passes.graph.identity import pass_identity
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.reducer import Reducer
-from fusion_passes.sharded.sends import on_the_way
+from fusion_passes.sharded.sends import name_of, on_the_way
 from fusion_passes.torch_private import CustomGraphPass
 from fusion_passes.torch_private.autograd import is_tensor_subclass
 
@@ -25,32 +25,32 @@ _ALIGNMENT: Final = 16
 """Bytes. On an accelerator, a graph copies inputs with other addresses before it runs."""
 
 
-def _wait_for_all() -> None:
-    on_the_way.wait(to_write=False)
+def _wait_for_module(module: str) -> None:
+    on_the_way.wait(of=module, to_write=False)
 
 
-def _wait_for(parameters: Sequence[Tensor], for_all: bool = False) -> None:
-    on_the_way.wait(None if for_all else parameters, to_write=False)
+def _wait_for(parameters: Sequence[Tensor], module: str | None = None) -> None:
+    on_the_way.wait(parameters if module is None else None, of=module, to_write=False)
 
 
-WAIT_FOR_ALL: Final = define(
-    "wait_for_all_parameters", "() -> ()", _wait_for_all, fake=lambda: None
+WAIT_FOR_MODULE: Final = define(
+    "wait_for_module", "(str module) -> ()", _wait_for_module, fake=lambda _: None
 )
-"""Waits for all parameters that are on their way to this rank. Each forward of a module with
-``shard_optimizer="overlap"`` calls it first. Dynamo traces it, and :class:`WaitForParameters` moves
-it to the places in the graph where parameters are read."""
+"""Waits for all parameters of a module that are on their way to this rank. Each forward of a module
+with ``shard_optimizer="overlap"`` calls it first. Dynamo traces it, and :class:`WaitForParameters`
+moves it to the places in the graph where parameters are read."""
 
-torch.fx.node.has_side_effect(WAIT_FOR_ALL)
+torch.fx.node.has_side_effect(WAIT_FOR_MODULE)
 
 WAIT_FOR: Final = define(
     "wait_for_parameters_",
-    "(Tensor(a!)[] parameters, bool for_all=False) -> ()",
+    "(Tensor(a!)[] parameters, str? module=None) -> ()",
     _wait_for,
     meta=lambda *_: None,
     tags=(torch.Tag.cudagraph_unsafe,),
 )
-"""Waits for these parameters, or for all, if they are on their way to this rank. Because the op is
-declared as a write, Inductor reads the parameters after it."""
+"""Waits for these parameters, or for all of a module, if they are on their way to this rank.
+Because the op is declared as a write, Inductor reads the parameters after it."""
 
 
 # --- Forwards ------------------------------------------------------------------------------------
@@ -62,16 +62,18 @@ def wait_in_forward(ddp: Any, reducer: Reducer) -> None:
     module: nn.Module = getattr(ddp.module, "_orig_mod", ddp.module)
     if reducer.module.config.shard_optimizer != "overlap":
         return
+    name = name_of(reducer)
     if "forward" in vars(module):
-        handle: Any = module.register_forward_pre_hook(_pre_hook, prepend=True)
+        hook = functools.partial(_pre_hook, name)
+        handle: Any = module.register_forward_pre_hook(hook, prepend=True)
     else:
-        vars(module)["forward"] = types.MethodType(_forward_of(type(module)), module)
+        vars(module)["forward"] = types.MethodType(_forward_of(type(module), name), module)
         handle = _Forward(module)
     reducer.hooks.handles.append(handle)
 
 
-def _pre_hook(_: nn.Module, __: Any) -> None:
-    WAIT_FOR_ALL()
+def _pre_hook(name: str, _: nn.Module, __: Any) -> None:
+    WAIT_FOR_MODULE(name)
 
 
 class _Forward:
@@ -84,11 +86,11 @@ class _Forward:
         vars(self._module).pop("forward", None)
 
 
-def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
+def _forward_of(kind: type[nn.Module], name: str) -> Callable[..., Any]:
     @functools.wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_exporting():
-            WAIT_FOR_ALL()
+            WAIT_FOR_MODULE(name)
         return type(self).forward(self, *args, **kwargs)
 
     # Dynamo limits how often it compiles one code object, and forwards have one each otherwise.
@@ -97,10 +99,26 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
     return function
 
 
-def wait_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Take the place of a function that reads or writes parameters: wait for these first."""
-    on_the_way.wait()
-    return original(*args, **kwargs)
+def wait_for_module(
+    original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    """Take the place of a method that reads or writes the parameters of a module."""
+    on_the_way.wait(module.parameters())
+    return original(module, *args, **kwargs)
+
+
+def wait_for_parameter(
+    original: Callable[..., Any], parameter: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Take the place of a method that reads a parameter."""
+    on_the_way.wait([parameter])
+    return original(parameter, *args, **kwargs)
+
+
+def wait_for_averaged(original: Callable[..., Any], averaged: nn.Module, model: nn.Module) -> Any:
+    """Take the place of a method that reads the parameters of a model, to average them."""
+    on_the_way.wait(model.parameters())
+    return original(averaged, model)
 
 
 def finish_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -119,16 +137,19 @@ def finish_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 def wait_before_graph(
     compile_graph: Callable[..., Any], model: fx.GraphModule, *args: Any, **kwargs: Any
 ) -> Any:
-    """Compile a graph without :data:`WAIT_FOR_ALL`. Return a function that waits for all parameters
+    """Compile a graph without :data:`WAIT_FOR_MODULE`. Return a function that does what this does,
     and then calls the compiled graph."""
-    for node in model.graph.find_nodes(op="call_function", target=WAIT_FOR_ALL):
-        model.graph.erase_node(node)
+    marks = model.graph.find_nodes(op="call_function", target=WAIT_FOR_MODULE)
+    names = [cast("str", mark.args[0]) for mark in marks]
+    for mark in marks:
+        model.graph.erase_node(mark)
     model.recompile()
     compiled = compile_graph(model, *args, **kwargs)
 
     @functools.wraps(compiled)
     def wait_first(*inputs: Any) -> Any:
-        _wait_for_all()
+        for name in names:
+            _wait_for_module(name)
         return compiled(*inputs)
 
     return wait_first
@@ -157,7 +178,7 @@ class WaitForParameters(CustomGraphPass):
     Before::
 
         primals_1: f32[4, 4], primals_2: f32[4], primals_3: f32[4, 4]
-        wait_for_all_parameters()
+        wait_for_module("0/DDP 0 (Net)")
         addmm: f32[2, 4] = addmm(primals_2, x, permute(primals_1))
         mm: f32[2, 4] = mm(addmm, primals_3)
 
@@ -168,10 +189,10 @@ class WaitForParameters(CustomGraphPass):
         addmm: f32[2, 4] = addmm(primals_2, x, permute(primals_1))
         wait_for_parameters_([primals_3])
         mm: f32[2, 4] = mm(addmm, primals_3)
-        wait_for_parameters_([primals_3], True)
+        wait_for_parameters_([primals_3], "0/DDP 0 (Net)")
 
     One wait is for all parameters that are first read up to the next library kernel. The last wait
-    is for whatever runs after the graph. Its parameter tells Inductor the device: a call without
+    is for what runs after the graph. Its parameter tells Inductor the device: a call without
     one runs in the middle of a C++ kernel. A graph without the first node, such as the backward, is
     left alone.
 
@@ -184,7 +205,7 @@ class WaitForParameters(CustomGraphPass):
     parameters: tuple[tuple[int, tuple[int, ...]], ...]
 
     def __call__(self, graph: fx.Graph) -> None:
-        marks = graph.find_nodes(op="call_function", target=WAIT_FOR_ALL)
+        marks = graph.find_nodes(op="call_function", target=WAIT_FOR_MODULE)
         if not marks:
             return
         nodes = list(graph.nodes)
@@ -202,8 +223,8 @@ class WaitForParameters(CustomGraphPass):
                 wait.args, wait, wanted = (wanted,), None, []
         if wait is not None:
             wait.args = (wanted,)
-        _add_wait(graph.output_node(), some, True)
         for mark in marks:
+            _add_wait(graph.output_node(), some, *mark.args)
             graph.erase_node(mark)
 
     def _parameters_of(self, graph: fx.Graph) -> dict[fx.Node, None]:

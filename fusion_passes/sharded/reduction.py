@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Collection
 from typing import TypeAlias
@@ -14,7 +15,7 @@ from fusion_passes.layout.layout import Bucket, ParameterNumber, Piece
 from fusion_passes.reducer.communication import AllReduce, Wait, collective_averages
 from fusion_passes.reducer.parameters import Parameters
 from fusion_passes.torch_private.autograd import version_of_tensor
-from fusion_passes.torch_private.process_groups import begin_exchange, begin_reduces
+from fusion_passes.torch_private.process_groups import GRADIENTS, begin_exchange, begin_reduces
 from fusion_passes.torch_private.profiling import range_in_profile
 
 _Mark: TypeAlias = tuple[int, int]
@@ -38,6 +39,7 @@ class ReduceToOwners(AllReduce):
         held: the parameters that an optimizer was seen to hold.
         stepped_by: the id of the optimizer that has stepped a parameter since the last average.
         step: the frame of a step that has begun; ``None`` once its parameters have been sent.
+        thread: the thread that trains the module, as far as that is known.
         is_checked: whether other modules were looked at for the same parameters.
     """
 
@@ -48,6 +50,7 @@ class ReduceToOwners(AllReduce):
         self.held: set[ParameterNumber] = set()
         self.stepped_by: dict[ParameterNumber, int] = {}
         self.step: types.FrameType | None = None
+        self.thread: threading.Thread | None = None
         self.is_checked = False
         self._parameters = parameters
         self._local: dict[ParameterNumber, _Mark] = {}
@@ -86,6 +89,7 @@ class ReduceToOwners(AllReduce):
                     self.group,
                     [(other, parts[other]) for other in others if sizes[other]],
                     list(zip(others, received, strict=False)),
+                    GRADIENTS,
                 )
 
         def wait() -> None:

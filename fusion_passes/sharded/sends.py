@@ -18,7 +18,11 @@ from fusion_passes.reducer.backward import note_of_other_rank
 from fusion_passes.reducer.communication import Wait, nothing
 from fusion_passes.reducer.reducer import ParameterSends, Reducer
 from fusion_passes.sharded.reduction import ReduceToOwners
-from fusion_passes.torch_private.process_groups import begin_exchange, begin_grouped_broadcasts
+from fusion_passes.torch_private.process_groups import (
+    PARAMETERS,
+    begin_exchange,
+    begin_grouped_broadcasts,
+)
 
 _ALONE_BYTES: Final = 2**16
 """Least size of a parameter that is sent as it lies. Smaller ones of one owner are sent together,
@@ -48,8 +52,9 @@ def begin_broadcasts(group: Any, tensors: Sequence[tuple[int, Tensor]], backend:
 def _begin_messages(group: Any, owner: int, tensor: Tensor) -> Wait:
     rank = group.rank()
     if owner != rank:
-        return begin_exchange(group, [], [(owner, tensor)])
-    return begin_exchange(group, [(r, tensor) for r in range(group.size()) if r != rank], [])
+        return begin_exchange(group, [], [(owner, tensor)], PARAMETERS)
+    sent = [(other, tensor) for other in range(group.size()) if other != rank]
+    return begin_exchange(group, sent, [], PARAMETERS)
 
 
 def broadcast(group: Any, tensors: Sequence[tuple[int, Tensor]], backend: str) -> None:
@@ -119,14 +124,20 @@ def _messages(reducer: Reducer, numbers: Sequence[ParameterNumber]) -> list[Mess
     return messages
 
 
+@dataclass
+class _Pending:
+    """The messages of a module that were not waited for, by the address of each parameter. A thread
+    that trains another module may wait for them too, and a message is unpacked once."""
+
+    by_address: dict[int, Message] = field(default_factory=dict)
+    lock: Any = field(default_factory=threading.RLock)
+
+
 class OnTheWay:
     """The parameters that are on their way from their owners to all ranks, in this process."""
 
     def __init__(self) -> None:
-        self._messages = weakref.WeakKeyDictionary[Reducer, dict[int, Message]]()
-        """Messages of each module that were not waited for, by the address of each parameter."""
-        # A thread that trains another module may wait too, and a message is unpacked once.
-        self._lock = threading.RLock()
+        self._modules = weakref.WeakKeyDictionary[Reducer, _Pending]()
 
     def begin(
         self, reducer: Reducer, communication: ReduceToOwners, numbers: Sequence[ParameterNumber]
@@ -142,51 +153,75 @@ class OnTheWay:
         others = [parameters[number] for number in communication.elsewhere.intersection(numbers)]
         if others:  # As the step of an optimizer, which autograd sees.
             torch.autograd.graph.increment_version(others)
-        with self._lock:
-            if reducer not in self._messages:
-                table = self._messages[reducer] = {}
-                weakref.finalize(reducer, _finish_quietly, table)
+        if reducer not in self._modules:
+            self._modules[reducer] = _Pending()
+            weakref.finalize(reducer, _finish_quietly, self._modules[reducer])
+        pending = self._modules[reducer]
+        with pending.lock:
             for message, wait in zip(messages, waits, strict=True):
                 message.wait, message.times = wait, times
                 message.addresses = [parameters[n].data_ptr() for n in message.numbers]
-                self._messages[reducer].update(dict.fromkeys(message.addresses, message))
+                pending.by_address.update(dict.fromkeys(message.addresses, message))
 
-    def wait(self, parameters: Iterable[Tensor] | None = None, *, to_write: bool = True) -> None:
-        """Wait for the messages with these parameters, or for all messages. ``to_write``: also for
-        messages that this rank sends, whose parameters it may read meanwhile.
+    def wait(
+        self,
+        parameters: Iterable[Tensor] | None = None,
+        *,
+        of: str | None = None,
+        to_write: bool = True,
+    ) -> None:
+        """Wait for messages.
+
+        Args:
+            parameters: those that the messages have. ``None``: all.
+            of: the name of the module that the messages are of; see :func:`name_of`. ``None``: any.
+                Threads that train modules on groups of their own must not wait for each other: the
+                other rank's threads may do so in another order.
+            to_write: also wait for messages that this rank sends, whose parameters may be read
+                meanwhile.
 
         Raises:
             RuntimeError: a message was not received; says why another rank failed, if it left a
                 note.
         """
-        if not any(self._messages.values()):
+        modules = list(self._modules.items())  # Another thread may add one.
+        modules = [each for each in modules if each[1].by_address]
+        if not modules:
             return
         addresses = None if parameters is None else [each.data_ptr() for each in parameters]
-        with self._lock:
-            for reducer, table in list(self._messages.items()):
-                known = table if addresses is None else addresses
-                messages = dict.fromkeys(table[each] for each in known if each in table)
-                rank = reducer.module.group.rank()
-                for message in messages:
-                    if to_write or message.owner != rank:
-                        self._finish(reducer, table, message)
-
-    def _finish(self, reducer: Reducer, table: dict[int, Message], message: Message) -> None:
-        begun = time.perf_counter()
-        with _quoting_others(reducer):
-            message.finish()
-        for address in message.addresses:
-            table.pop(address, None)
-        if message.times is not None and message.owner != reducer.module.group.rank():
-            ended = time.perf_counter()
-            message.times.waited_s += ended - begun
-            message.times.took_s = ended - message.times.begun_s
-            reducer.record.sends = message.times
+        for reducer, pending in modules:
+            known = pending.by_address
+            wanted = list(known) if addresses is None else [a for a in addresses if a in known]
+            if not wanted or of not in (None, name_of(reducer)):
+                continue
+            with pending.lock:
+                for message in dict.fromkeys(known[each] for each in wanted if each in known):
+                    is_received = message.owner != reducer.module.group.rank()
+                    if to_write or is_received:
+                        _finish(reducer, pending, message, is_received=is_received)
 
 
-def _finish_quietly(table: dict[int, Message]) -> None:
+def name_of(reducer: Reducer) -> str:
+    """A name of a module that is the same in each run."""
+    return f"{reducer.module.group.group_name}/{reducer.module.label}"
+
+
+def _finish(reducer: Reducer, pending: _Pending, message: Message, *, is_received: bool) -> None:
+    begun = time.perf_counter()
+    with _quoting_others(reducer):
+        message.finish()
+    for address in message.addresses:
+        pending.by_address.pop(address, None)
+    if message.times is not None and is_received:
+        ended = time.perf_counter()
+        message.times.waited_s += ended - begun
+        message.times.took_s = ended - message.times.begun_s
+        reducer.record.sends = message.times
+
+
+def _finish_quietly(pending: _Pending) -> None:
     """Wait for what a module that is freed sends: other ranks may be waiting for it."""
-    for message in set(table.values()):
+    for message in dict.fromkeys(pending.by_address.values()):
         with contextlib.suppress(Exception):
             message.finish()
 

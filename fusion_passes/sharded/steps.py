@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Sequence
 from contextvars import ContextVar
 from types import FrameType, MappingProxyType
 from typing import Any, Final
@@ -18,7 +19,7 @@ from torch.optim.optimizer import (
 from fusion_passes.layout.layout import ParameterNumber
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.reducer.warnings import warn_once
-from fusion_passes.sharded.modules import refuse, refuse_after_failed_step, sharded
+from fusion_passes.sharded.modules import note_thread, refuse, refuse_after_failed_step, sharded
 from fusion_passes.sharded.reduction import ReduceToOwners
 from fusion_passes.sharded.sends import on_the_way
 
@@ -35,8 +36,9 @@ def held_by(optimizer: Any) -> list[tuple[Reducer, ReduceToOwners, list[Paramete
     return found
 
 
-stepped: Final = weakref.WeakSet[Optimizer]()
-"""The optimizers that have stepped parameters with owners: each rank has a part of their state."""
+stepped: Final = weakref.WeakKeyDictionary[Optimizer, dict[int, int]]()
+"""The optimizers that have stepped parameters with owners, of which each rank has a part of the
+state. For each, the owners of its parameters when it stepped them first, by id."""
 
 IS_ALONE: Final = ContextVar(
     "whether steps of optimizers are those of this rank alone", default=False
@@ -54,22 +56,16 @@ def hook_steps() -> list[Any]:
 @torch.compiler.disable
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Refuse a step that would not be DDP's."""
-    del args, kwargs
     for reducer, communication, numbers in () if IS_ALONE.get() else held_by(optimizer):
         refuse_after_failed_step(reducer, communication)
         on_the_way.wait(reducer.parameters.all[number] for number in numbers)
         kinds = (kind.__name__ for kind in type(optimizer).__mro__)
         why = next((_REFUSED[kind] for kind in kinds if kind in _REFUSED), "")
-        local = communication.has_local(numbers)
-        if local and not why:
-            why = (
-                f"{type(optimizer).__name__}.step is called while gradients of "
-                f"{reducer.parameters.named(local)} are those of this rank alone. Average them "
-                "first, by a backward outside of no_sync"
-            )
         if why:
             refuse(reducer, f"{why}, or set shard_optimizer = False.")
-        stepped.add(optimizer)
+        if not _has_closure(args, kwargs):
+            _refuse_local(optimizer, reducer, communication, numbers)
+        _refuse_moved(optimizer, reducer, numbers)
         communication.held.update(numbers)
         for number in communication.elsewhere.intersection(numbers):
             optimizer.state.pop(reducer.parameters.all[number], None)  # Adagrad makes it early.
@@ -83,7 +79,46 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
                 "keeps a state, and sends these parameters to all ranks. Give each parameter to "
                 "one optimizer.",
             )
+        note_thread(communication)
         communication.step = _frame_of_step()
+
+
+def _refuse_moved(optimizer: Any, reducer: Reducer, numbers: Sequence[ParameterNumber]) -> None:
+    """Refuse to step parameters whose state another rank has, since they belong to a new module."""
+    owners, kinds = stepped.setdefault(optimizer, {}), reducer.parameters.kinds
+    owner_of = {
+        n: owners.setdefault(id(reducer.parameters.all[n]), kinds[n].owner) for n in numbers
+    }
+    moved = [number for number, owner in owner_of.items() if owner != kinds[number].owner]
+    if moved and optimizer.state:
+        refuse(
+            reducer,
+            f"{type(optimizer).__name__} has the state of {reducer.parameters.named(moved)} on the "
+            "ranks that owned them in an earlier DistributedDataParallel module, and others own "
+            "them now. Call fusion_passes.full_optimizer_state_dict(optimizer) before that module "
+            "is freed, and load its result when the new one is constructed.",
+        )
+
+
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    """Whether a step was given a closure, whose backward may average gradients."""
+    return any(map(callable, (*args[1:], *kwargs.values())))
+
+
+def _refuse_local(
+    optimizer: Any,
+    reducer: Reducer,
+    communication: ReduceToOwners,
+    numbers: Sequence[ParameterNumber],
+) -> None:
+    local = communication.has_local(numbers)
+    if local:
+        refuse(
+            reducer,
+            f"{type(optimizer).__name__}.step is called while gradients of "
+            f"{reducer.parameters.named(local)} are those of this rank alone. Average them "
+            "first, by a backward outside of no_sync, or set shard_optimizer = False.",
+        )
 
 
 def _frame_of_step() -> FrameType | None:
@@ -109,8 +144,9 @@ _REFUSED: Final = MappingProxyType(
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Send the parameters that the step may have changed. With ``"overlap"``, the next forward
     waits for them."""
-    del args, kwargs
     for reducer, communication, numbers in () if IS_ALONE.get() else held_by(optimizer):
+        if _has_closure(args, kwargs):
+            _refuse_local(optimizer, reducer, communication, numbers)
         on_the_way.begin(reducer, communication, numbers)
         if reducer.module.config.shard_optimizer is True:
             on_the_way.wait(reducer.parameters.all[number] for number in numbers)

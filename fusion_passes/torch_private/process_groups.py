@@ -63,19 +63,27 @@ def begin_all_reduce_coalesced(
     return group.allreduce_coalesced(list(tensors), options).wait
 
 
-_TAG: Final = 0x5F05
+GRADIENTS: Final = 0x5F05
 """Tag of messages between two ranks. They are received in the order in which they are sent; a user
 has probably not sent others with this tag."""
 
+PARAMETERS: Final = 0x5F06
+"""The same for what owners send after a step: if a rank leaves out a step, the gradients that it
+sends next must not be received as parameters."""
+
 
 def begin_exchange(
-    group: Any, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]
+    group: Any,
+    sent: Sequence[tuple[int, Tensor]],
+    received: Sequence[tuple[int, Tensor]],
+    tag: int,
 ) -> Callable[[], Any]:
-    """Send each tensor to a rank, and receive one from a rank into each. Between two ranks, these
-    keep their order. Return the function that waits for all. Over Gloo, this keeps the network busy
-    in both directions, and needs less CPU than its collectives (docs/sharded_optimizer.md)."""
-    works = [group.recv([tensor], rank, _TAG) for rank, tensor in received]
-    works += [group.send([tensor], rank, _TAG) for rank, tensor in sent]
+    """Send each tensor to a rank, and receive one from a rank into each. Between two ranks, those
+    of one tag keep their order. Return the function that waits for all. Over Gloo, this keeps the
+    network busy in both directions, and needs less CPU than its collectives
+    (docs/sharded_optimizer.md)."""
+    works = [group.recv([tensor], rank, tag) for rank, tensor in received]
+    works += [group.send([tensor], rank, tag) for rank, tensor in sent]
 
     def wait() -> None:
         timeout = group_timeout(group)  # Else it would be the timeout that the group was made with.

@@ -607,6 +607,7 @@ SCENARIOS = (
     plain("sharded-added", CONCAT, **SHARDED, **ADDED),
     plain("sharded-tied", **SHARDED, model="tied"),
     branches("sharded-unused", CONCAT, **SHARDED, takes=OTHERS, moves=True),
+    smaller("sharded-bf16", "bf16", CONCAT, **SHARDED, **AS_IT_IS, launches=0),
     on_two("sharded-clipped", "loops:clipped", CONCAT, **SHARDED, kind="foreach", **ROUNDS),
     on_two("sharded-fused", "loops:clipped", **SHARDED, kind="fused", **ROUNDS),
     on_two("sharded-scaler", "precision:grad_scaler", CONCAT, **SHARDED, infinite_in=1),

@@ -65,7 +65,8 @@ class Loop:
         moves: whether the optimizer steps; otherwise parameters do not change.
         compiling: options of ``torch.compile``.
         before_step: called with the step number.
-        before_note: called with the model before its gradients are recorded.
+        before_note: called with the model, and whether gradients were to be averaged, before they
+            are recorded.
         before_update: called between the last backward of a step and the optimizer.
     """
 
@@ -84,7 +85,7 @@ class Loop:
     moves: bool = True
     compiling: Mapping[str, Any] = field(default_factory=dict)
     before_step: Callable[[int], None] = lambda _: None
-    before_note: Callable[[nn.Module], object] = lambda _: None
+    before_note: Callable[[nn.Module, bool], object] = lambda _, __: None
     before_update: Callable[[], object] = lambda: None
 
     @property
@@ -118,7 +119,7 @@ def train(run: Run, model: nn.Module, **loop: Any) -> None:
             synced = written.is_synced(step, micro)
             with synced_if(model, synced):
                 backward(batch_of(run, written, step, micro), *written.taken(step))
-            written.before_note(model)
+            written.before_note(model, synced)
             run.note_backward(model, synced=synced)
         written.before_update()
         if written.moves:
@@ -163,7 +164,6 @@ def backwards(
     steps: int = 3,
     *takes: Any,
     first: int = 0,
-    micro: int = 0,
     size: int = 4,
     zero: Zero = "none",
     synced: bool = True,
@@ -177,7 +177,6 @@ def backwards(
         steps: number of forwards.
         takes: further arguments of the forward.
         first: number of the first batch.
-        micro: number of the micro-batch.
         size: batch size.
         zero: as in :class:`Loop`, before each backward.
         synced: whether gradients are averaged, that is, not under ``no_sync``.
@@ -185,5 +184,5 @@ def backwards(
     for step in range(first, first + steps):
         clear_gradients(model, zero, model.zero_grad)
         with synced_if(model, synced):
-            linear_loss(forward, run.rows(step, micro, size=size), *takes).backward()
+            linear_loss(forward, run.rows(step, size=size), *takes).backward()
         run.note_backward(model, synced=synced)

@@ -20,13 +20,12 @@ from fusion_passes.ddp.module import hand_over
 from fusion_passes.reducer.communication import AllReduce, HookCall
 from fusion_passes.reducer.reducer import reducer_of
 from testing import models
+from testing.processes import RUN
 from testing.scenarios.catalog import SMALL_MB
 from testing.scenarios.features.comm_hooks import power_sgd_state
 from testing.scenarios.loop import backwards
 from testing.scenarios.run import Run, Tensors
 from tests.support.fake_world import fake_world, one_rank, two_layers, without_kernels
-
-RUN = Callable[..., list[Any]]
 
 
 def sent_as(ddp: DistributedDataParallel) -> torch.dtype | None:

@@ -12,12 +12,13 @@ import sys
 import types
 import warnings
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.utils._config_module
 from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.launch import ROOT
 
 Values = dict[str, Any]
 """Values by dotted name: of modules, classes and config modules."""
@@ -32,7 +33,7 @@ IMPORTED_FIRST = (
 )
 """Torch's modules that the package imports: their import alone changes other modules."""
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "patches.md"
+PAGE = ROOT / "docs" / "patches.md"
 
 
 def listed(heading: str) -> set[str]:

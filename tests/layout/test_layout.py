@@ -16,8 +16,9 @@ CPU = torch.device("cpu")
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
-def kinds(*numels: int, dtype: torch.dtype = FP32) -> dict[int, GradientKind]:
-    return {number: GradientKind(numel, dtype, CPU) for number, numel in enumerate(numels)}
+def kinds(*numels: int) -> Any:
+    """Gradients with these numbers of elements."""
+    return {number: GradientKind(numel, FP32, CPU) for number, numel in enumerate(numels)}
 
 
 def plan(pieces: Any, known: Any, caps: BucketCaps) -> Layout:

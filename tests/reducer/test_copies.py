@@ -317,8 +317,8 @@ class Counting(nn.Module):
     def __init__(self, *, reads_all: bool) -> None:
         super().__init__()
         self.reads_all = reads_all
-        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.register_buffer("counts", torch.zeros(12))
+        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.register_buffer("counts", torch.zeros(8))
         for index, view in enumerate(self.counts.split(4)):
             self.register_buffer(f"count_{index}", view)
 

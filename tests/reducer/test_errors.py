@@ -27,11 +27,11 @@ from fusion_passes.reducer import assignment, rank_errors
 from fusion_passes.reducer.rank_errors import RanksDisagreeError, SettingsDifferError, meet_ranks
 from fusion_passes.reducer.reducer import reducer_of
 from testing import models
+from testing.processes import RUN
 from testing.registered import registered_by_nobody
 from testing.threads import run_at_once
 from tests.reducer.test_unfinished import Heads
 
-RUN = Callable[..., list[Any]]
 X = torch.ones(4, models.WIDTH)
 
 

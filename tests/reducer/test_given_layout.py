@@ -18,11 +18,10 @@ from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.tuning.choice import candidates, piece_caps
 from fusion_passes.tuning.tuner import EACH_PIECE
+from testing.processes import RUN
 from testing.scenarios.entries import Scenario
 from testing.scenarios.outcomes import RankReport
 from tests.reducer.test_scenarios import cases, train
-
-RUN = Callable[..., list[Any]]
 
 _CHECKED: Final = (
     *("static-graph-unused", "static-graph-without-some", "static-graph-changes"),

@@ -3,7 +3,6 @@ before all are launched."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,16 +11,13 @@ import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.used_parameters import FoundUnused
-from testing.models import fill_whole
+from testing.processes import RUN
 from testing.scenarios.features.models import MODELS
 from testing.scenarios.loop import backwards
 from testing.scenarios.run import Run
-
-RUN = Callable[..., list[Any]]
 
 
 def goes_on_beside_its_launches(mode: str, is_disabled: bool) -> None:
@@ -126,36 +122,3 @@ def test_the_used_map_is_launched_behind_the_last_bucket(
     reads = ["read"] * 2 if takes == 1 else []
     assert [each for each in told if each != "read"] == ["bucket", "map"] * 2
     assert [each for each in told if each == "read"] == reads
-
-
-class Recomputed(nn.Module):
-    """Exact. Everything is in reentrant checkpointing, which the walk does not see."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layer = fill_whole(nn.Linear(width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.layer, x, use_reentrant=True)
-
-
-def in_another_order() -> None:
-    """The gradients of one module are first on rank 0, those of the other module on rank 1."""
-    models = [Recomputed(2), Recomputed(3)]
-    with inductor_config.patch(ddp_fusion="concat"):
-        ddps = [DistributedDataParallel(model) for model in models]
-        for step in range(3):
-            order = (0, 1) if dist.get_rank() == 0 else (1, 0)
-            inputs = [torch.full((1, 2 + n), 1.0 + step + dist.get_rank()) for n in range(2)]
-            for ddp in ddps:
-                ddp.zero_grad()
-            outputs = {n: ddps[n](inputs[n].requires_grad_()).sum() for n in order}
-            (outputs[0] + outputs[1]).backward()
-            for n, model in enumerate(models):
-                averaged = inputs[n].detach().expand(2 + n, 2 + n).clone()
-                dist.all_reduce(averaged, dist.ReduceOp.AVG)
-                torch.testing.assert_close(model.layer.weight.grad, averaged, rtol=0, atol=0)
-
-
-def test_modules_that_the_walk_does_not_see_launch_in_one_order(run_on_ranks: RUN) -> None:
-    run_on_ranks(2, in_another_order)

@@ -11,18 +11,18 @@ import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from fusion_passes import FusionWarning
 from fusion_passes.reducer.reducer import reducer_of
 from testing.models import OUTPUTS, Exact, linear_loss
+from testing.processes import RUN
 from testing.scenarios.catalog import SMALL_MB
 from testing.scenarios.loop import backwards
 from testing.scenarios.run import Run
 from testing.threads import run_at_once
 from tests.reducer.test_unfinished import Heads
 from tests.support.beside_eager import beside_eager
-
-RUN = Callable[..., list[Any]]
 
 
 def _steps(run: Run, ddp: Any, losses: Callable[[int], list[Tensor]]) -> tuple[list[int], int]:
@@ -147,37 +147,49 @@ def test_a_module_that_is_converted_is_still_averaged(run_on_ranks: RUN, is_comp
     run_on_ranks(2, converted_after_construction, is_compiled=is_compiled)
 
 
-def in_other_orders_unwalked() -> None:
-    """Two modules of one group, whose gradients arrive in another order on each rank, in backwards
-    that the package does not see begin."""
-    run = Run(is_fused=True, dtype=torch.float32, device=torch.device("cpu"))
-    with inductor_config.patch(ddp_fusion="concat"):
-        modules = [DistributedDataParallel(run.mlp(depth)) for depth in (2, 3)]
+class Recomputed(nn.Module):
+    """Everything is in reentrant checkpointing, which the walk does not see."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layers, x, use_reentrant=True)
+
+
+def _unseen_backward(total: Tensor) -> None:
+    """A backward that the package does not see begin."""
     engine: Any = torch.autograd.Variable._execution_engine
+    options = {"allow_unreachable": True, "accumulate_grad": True}
+    engine.run_backward((total,), (torch.ones_like(total),), False, False, (), **options)
+
+
+def in_other_orders_unwalked(is_seen: bool) -> None:
+    """Two modules of one group, whose gradients arrive in another order on each rank."""
+    run = Run(is_fused=True, dtype=torch.float32, device=torch.device("cpu"))
+    models = [run.mlp(depth) for depth in (2, 3)]
+    with inductor_config.patch(ddp_fusion="concat"):
+        modules = [
+            DistributedDataParallel(Recomputed(model) if is_seen else model) for model in models
+        ]
     for step in range(3):
-        inputs = run.rows(step)[0]
+        inputs = run.rows(step)[0].requires_grad_(is_seen)
         order = modules if dist.get_rank() == 0 else modules[::-1]
         losses = [ddp(inputs).sum() for ddp in order]
         for ddp in modules:
             ddp.zero_grad()
-        total = torch.stack(losses).sum()
-        engine.run_backward(
-            (total,),
-            (torch.ones_like(total),),
-            False,
-            False,
-            (),
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
-        for ddp in modules:
-            _assert_averaged(ddp.module, inputs, torch.float32)
+        (torch.autograd.backward if is_seen else _unseen_backward)(torch.stack(losses).sum())
+        for model in models:
+            _assert_averaged(model, inputs, torch.float32)
 
 
+@pytest.mark.parametrize("is_seen", [False, True])
 def test_modules_of_one_group_launch_in_one_order_in_backwards_that_are_not_walked(
-    run_on_ranks: RUN,
+    run_on_ranks: RUN, is_seen: bool
 ) -> None:
-    run_on_ranks(2, in_other_orders_unwalked)
+    """In those that the package does not see begin, and in those of reentrant checkpoints."""
+    run_on_ranks(2, in_other_orders_unwalked, is_seen=is_seen)
 
 
 def forwards_in_threads() -> None:

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import gc
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, Final
 from unittest import mock
@@ -34,6 +34,7 @@ from fusion_passes.torch_private.registered_memory import (
     why_not_registered,
 )
 from testing import models
+from testing.processes import RUN
 from testing.registered import registered_by_nobody
 from testing.scenarios.both_ways import flag_of, train_both
 from testing.scenarios.catalog import SMALL_MB
@@ -45,7 +46,6 @@ from tests.reducer.test_scenarios import cases
 from tests.support.beside_eager import beside_eager
 from tests.support.registrations import CPU, Backend, Group, on_the_host
 
-RUN = Callable[..., list[Any]]
 FLAG: Final = FusionConfig(memory="registered")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from typing import Any
 from unittest import mock
 
@@ -70,20 +68,6 @@ def test_a_gradient_that_is_there_before_a_step() -> None:
         doubled = [2 * parameter.grad for parameter in ddp.parameters()]
         forward(X).sum().backward()
         torch.testing.assert_close([parameter.grad for parameter in ddp.parameters()], doubled)
-
-
-def test_a_module_that_is_freed_leaves_nothing() -> None:
-    ddp, other = _ddp(), _ddp()
-    for each in (ddp, other):
-        compiled = torch.compile(each)
-        for _ in range(3):
-            compiled(X).sum().backward()
-    left = [weakref.ref(reducer_of(ddp)), *map(weakref.ref, ddp.parameters())]
-    del ddp, each, compiled
-    torch._dynamo.reset()
-    gc.collect()
-    _step(other, other)
-    assert [reference() for reference in left] == [None] * 5
 
 
 def test_an_unfinished_iteration_before_a_forward_that_dynamo_traces() -> None:

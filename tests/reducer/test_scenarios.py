@@ -17,6 +17,7 @@ from typing import Any, Final
 import pytest
 import torch
 
+from testing.processes import RUN
 from testing.scenarios.both_ways import flag_of, target_of, train_both
 from testing.scenarios.catalog import SCENARIOS
 from testing.scenarios.entries import Scenario
@@ -26,9 +27,6 @@ from testing.scenarios.features.models import MODELS
 from testing.scenarios.loop import Loop
 from testing.scenarios.outcomes import RankReport, judge
 from testing.scenarios.run import Run
-
-RUN = Callable[..., list[Any]]
-
 
 GROUPS: Final = {3: "three ranks", 4: "four ranks"}
 """Tests with the same number of ranks take turns: each worker has its own ranks."""

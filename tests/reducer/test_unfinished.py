@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,8 +15,8 @@ from fusion_passes.reducer.launch_queue import LaunchQueue
 from fusion_passes.reducer.memory import BucketMemory
 from fusion_passes.reducer.reducer import reducer_of
 from testing.models import fill_whole
+from testing.processes import RUN
 
-RUN = Callable[..., list[Any]]
 X = torch.ones(1, 2)
 
 

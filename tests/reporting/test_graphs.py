@@ -13,13 +13,6 @@ NOTHING_COPIED = dataclasses.replace(
 )
 
 
-def test_reports_are_oldest_first() -> None:
-    log = CompileLog()
-    for report in (REPORT, OTHER, REPORT):
-        log.expect(report, "plan", [])
-    assert log.reports() == (REPORT, OTHER, REPORT)
-
-
 def test_a_report_is_complete_when_its_graph_is_lowered() -> None:
     log = CompileLog()
     log.expect(NOTHING_COPIED, "plan", [0, 1])

@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,10 +27,11 @@ from fusion_passes.config import ReduceMode
 from fusion_passes.reporting import recording
 from fusion_passes.reporting.modules import backward_counts
 from fusion_passes.reporting.timeline import RankSteps
+from testing.processes import RUN
 from tests.support.fake_world import fake_world, two_layers
+from tests.support.launch import ROOT
 
-RUN = Callable[..., list[Any]]
-SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "report.schema.json").read_text())
+SCHEMA = json.loads((ROOT / "docs" / "report.schema.json").read_text())
 
 
 def _training() -> tuple[nn.Module, Callable[..., None]]:

@@ -12,14 +12,11 @@ from fusion_passes.reporting.timeline import RankSteps, exposed_of
 NAME = "DDP 0 (Net) bucket {}"
 
 
-def test_lanes_of_the_packages_own_names() -> None:
+def test_names_have_lanes() -> None:
     assert lane_of("ddp_fusion: DDP 0 (Net) bucket 0 launch") == "launch"
     assert lane_of("ddp_fusion: DDP 0 (Net) bucket 0 wait") == "wait"
     assert lane_of("ddp_fusion: DDP 0 (Net) bucket 0") == "network"
     assert lane_of("CompiledFunctionBackward") is None
-
-
-def test_the_profilers_names_have_lanes() -> None:
     assert lane_of("_c10d_functional::wait_tensor") == "wait"
     assert lane_of("_c10d_functional::all_reduce_") == "launch"
     assert lane_of("c10d::allreduce_") == "launch"

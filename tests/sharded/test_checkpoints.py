@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 import fusion_passes
 from fusion_passes import FusionConfig
 from fusion_passes.sharded.checkpoints import PART
+from testing.processes import RUN
 from tests.sharded.trainings import (
     PLAIN,
     SHARDED,
@@ -33,8 +33,6 @@ from tests.sharded.trainings import (
     steps,
     wrapped,
 )
-
-RUN = Callable[..., list[Any]]
 
 
 def optimizer_of(ddp: nn.Module, kind: str = "AdamW") -> torch.optim.Optimizer:

@@ -29,7 +29,7 @@ from fusion_passes import FusionConfig
 from fusion_passes.graph.text import graph_text
 from fusion_passes.reducer.reducer import reducer_of
 from fusion_passes.sharded import sends
-from fusion_passes.sharded.overlap import WAIT_FOR_ALL, WaitForParameters
+from fusion_passes.sharded.overlap import WAIT_FOR_MODULE, WaitForParameters
 from tests.support.fake_world import fake_world
 from tests.support.graphs import tensor, trace
 
@@ -234,7 +234,6 @@ def test_evaluations_of_the_bare_module_wait(late: Late, context: Any, is_compil
 
 READS: Final[dict[str, Callable[[nn.Module], Any]]] = {
     "state_dict": lambda ddp: ddp.state_dict(),
-    "state_dict of a part": lambda ddp: ddp.module.second.state_dict(),
     "deepcopy": copy.deepcopy,
     "deepcopy of the bare module": lambda ddp: copy.deepcopy(ddp.module),
     "pickle": lambda ddp: pickle.dumps(ddp.module),
@@ -252,6 +251,16 @@ def test_what_reads_parameters_waits(late: Late, name: str) -> None:
     theirs = arrived(ddp, reference).parameters()
     for ours, other in zip(ddp.parameters(), theirs, strict=True):
         assert torch.equal(ours, other)
+
+
+def test_the_state_of_a_part_waits_for_that_part(late: Late) -> None:
+    """A thread that trains another module does not wait for this one."""
+    ddp = managed(Block())
+    step(ddp)
+    part = ddp.module.second
+    assert isinstance(part, nn.Module)
+    part.state_dict()
+    assert late.order == [parameter.numel() for parameter in part.parameters()]
 
 
 def test_averages_of_weights_wait(late: Late) -> None:
@@ -298,7 +307,7 @@ def test_a_module_that_is_freed_sends_what_others_wait_for(late: Late) -> None:
     assert "forward" not in vars(module), "the bare module is as it was"
 
 
-def test_process_groups_end_after_all_is_sent(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_groups_end_after_all_is_sent(late: Late) -> None:
     ddp = managed(Block())
     step(ddp)
     assert late.order == []
@@ -344,7 +353,7 @@ def waits(module: fx.GraphModule, run: WaitForParameters) -> str:
 
 
 def forward(w: Tensor, b: Tensor, x: Tensor, v: Tensor) -> Any:
-    WAIT_FOR_ALL()
+    WAIT_FOR_MODULE("0/DDP 0")
     return [torch.relu(torch.addmm(b, x, w.t())) @ v, w, v]
 
 
@@ -366,7 +375,7 @@ addmm: f32[4, 8] = addmm(b_1, x_1, t)
 relu: f32[4, 8] = relu(addmm)
 wait_for_parameters__default_1: ? = wait_for_parameters_([v_1])
 mm: f32[4, 2] = mm(relu, v_1)
-wait_for_parameters__default_2: ? = wait_for_parameters_([w_1], True)
+wait_for_parameters__default_2: ? = wait_for_parameters_([w_1], '0/DDP 0')
 return [mm, w_1, v_1]
 """,
     )
@@ -386,11 +395,11 @@ def test_a_graph_without_the_mark_is_left_alone() -> None:
 
 def test_a_graph_without_parameters_waits_for_all_at_its_end() -> None:
     def prefix(x: Tensor) -> Any:
-        WAIT_FOR_ALL()
+        WAIT_FOR_MODULE("0/DDP 0")
         return [x + 1]
 
     text = waits(trace(prefix, INPUTS[:1]), WaitForParameters(1, ()))
-    assert text.splitlines()[-2].endswith("wait_for_parameters_([x_1], True)")
+    assert text.splitlines()[-2].endswith("wait_for_parameters_([x_1], '0/DDP 0')")
 
 
 def test_generated_code_waits_before_each_layer(late: Late) -> None:

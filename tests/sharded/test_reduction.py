@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusion_passes
 from fusion_passes.layout.caps import BucketCaps
-from fusion_passes.layout.layout import GradientKind, Layout, decode, encode, lay_out, plan_layout
+from fusion_passes.layout.layout import Layout, decode, encode, lay_out, plan_layout
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.parameters import Parameters
 from fusion_passes.reducer.reducer import reducer_of
@@ -24,32 +24,27 @@ from fusion_passes.sharded import norms, sends
 from fusion_passes.sharded.modules import with_owners
 from fusion_passes.sharded.reduction import ReduceToOwners
 from fusion_passes.sharded.sends import begin_broadcasts, broadcast
+from tests.layout.test_layout import kinds
 from tests.sharded.trainings import SHARDED, wrapped
 from tests.support.fake_world import fake_world, two_layers
 
-CPU: Final = torch.device("cpu")
 CAPS: Final = BucketCaps(2**20, 2**20)
-
-
-def kinds(*numels: int, dtype: torch.dtype = torch.float32) -> Any:
-    return {number: GradientKind(numel, dtype, CPU) for number, numel in enumerate(numels)}
 
 
 # --- Owners --------------------------------------------------------------------------------------
 
 
-def test_owners_are_balanced_by_bytes() -> None:
-    found = with_owners(kinds(10, 100, 60, 50, 10), 2)
-    assert [kind.owner for kind in found.values()] == [0, 0, 1, 1, 0]
-
-
-def test_equal_parameters_go_round() -> None:
-    found = with_owners(kinds(8, 8, 8, 8, 8), 3)
-    assert [kind.owner for kind in found.values()] == [0, 1, 2, 0, 1]
-
-
-def test_a_rank_may_own_nothing() -> None:
-    assert {kind.owner for kind in with_owners(kinds(8, 8), 4).values()} == {0, 1}
+@pytest.mark.parametrize(
+    ("numels", "ranks", "owners"),
+    [
+        pytest.param((10, 100, 60, 50, 10), 2, [0, 0, 1, 1, 0], id="balanced by bytes"),
+        pytest.param((8, 8, 8, 8, 8), 3, [0, 1, 2, 0, 1], id="equal parameters go round"),
+        pytest.param((8, 8), 4, [0, 1], id="a rank may own nothing"),
+    ],
+)
+def test_owners(numels: tuple[int, ...], ranks: int, owners: list[int]) -> None:
+    found = with_owners(kinds(*numels), ranks)
+    assert [kind.owner for kind in found.values()] == owners
 
 
 # --- Layouts -------------------------------------------------------------------------------------
@@ -145,15 +140,11 @@ def test_the_space_between_owners_is_sent_as_zeros() -> None:
     assert sent == [[1.0] * 20 + [0.0] * 12, [1.0] * 8]
 
 
-def test_smaller_dtypes_are_summed_and_divided_in_the_wider_one() -> None:
-    calls, memory = reduced(Group(2, 0), (16, 16), dtype=torch.bfloat16)
-    assert calls == [("reduce_scatter", [1.0] * 16, 32, dist.ReduceOp.SUM)]
-    assert memory[:16].tolist() == [0.5] * 16
-
-
-def test_fp16_is_divided_before_it_is_sent() -> None:
-    calls, memory = reduced(Group(2, 0), (16, 16), dtype=torch.float16)
-    assert calls == [("reduce_scatter", [0.5] * 16, 32, dist.ReduceOp.SUM)]
+@pytest.mark.parametrize(("dtype", "sent"), [(torch.bfloat16, 1.0), (torch.float16, 0.5)])
+def test_smaller_dtypes_are_summed(dtype: torch.dtype, sent: float) -> None:
+    """bf16 is divided in the wider dtype, and fp16 before it is sent."""
+    calls, memory = reduced(Group(2, 0), (16, 16), dtype=dtype)
+    assert calls == [("reduce_scatter", [sent] * 16, 32, dist.ReduceOp.SUM)]
     assert memory[:16].tolist() == [0.5] * 16
 
 

@@ -21,10 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 import fusion_passes
 from fusion_passes import FusionConfig
 from fusion_passes.sharded.modules import sharded
+from testing.processes import RUN
 from tests.sharded.trainings import SHARDED, backward, network, wrapped
 from tests.support.fake_world import fake_world, two_layers
-
-RUN = Callable[..., list[Any]]
 
 X: Final = torch.ones(2, 4)
 
@@ -134,6 +133,18 @@ def test_a_step_with_gradients_of_one_rank_is_refused(world: None) -> None:
         optimizer.step()
 
 
+def test_a_closure_that_leaves_gradients_of_one_rank_is_refused(world: None) -> None:
+    ddp = managed()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+    def closure() -> None:
+        with ddp.no_sync():
+            ddp(X).sum().backward()
+
+    with pytest.raises(RuntimeError, match=r"gradients of 0.weight, .* are those of this rank"):
+        optimizer.step(closure)
+
+
 def test_a_gradient_of_a_users_own_is_refused_where_another_rank_owns_it(world: None) -> None:
     ddp = managed()
     for parameter in ddp.parameters():
@@ -196,7 +207,51 @@ def test_parameters_that_two_optimizers_step_are_named(world: None) -> None:
         optimizers[1].step()
 
 
+def test_a_state_that_other_ranks_have_is_refused(world: None) -> None:
+    """The model is wrapped again with other parameters, so their owners are others."""
+    model = two_layers()
+    ddp: DistributedDataParallel | None = managed(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step(ddp, optimizer)
+    state = optimizer.state_dict()
+    del ddp
+    model[0].weight.requires_grad_(False)
+    ddp = managed(model)
+    with pytest.raises(RuntimeError, match=r"the state of 0\.bias, .* others own them now"):
+        step(ddp, optimizer)
+    state.pop("ddp_fusion_part")  # As the whole state, which takes real ranks to gather.
+    optimizer.load_state_dict(state)
+    step(ddp, optimizer)
+
+
+def step(ddp: Any, optimizer: torch.optim.Optimizer) -> None:
+    ddp(X).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 # --- A step that fails ---------------------------------------------------------------------------
+
+
+def test_a_failed_step_is_an_error_until_a_state_is_loaded(world: None) -> None:
+    """A program that catches the first error would train with old parameters of other ranks."""
+    ddp = managed()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    state = optimizer.state_dict()
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    hook = optimizer.register_step_post_hook(fail)
+    with pytest.raises(ArithmeticError):
+        step(ddp, optimizer)
+    hook.remove()
+    for _ in range(2):
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="an optimizer step has failed on this rank"):
+            step(ddp, optimizer)
+    optimizer.load_state_dict(state)
+    step(ddp, optimizer)
 
 
 class Failing(torch.optim.SGD):
@@ -236,3 +291,27 @@ def test_a_rank_that_fails_in_a_step_tells_the_others(run_on_ranks: RUN) -> None
     assert "an optimizer step has failed on this rank" in second
     assert first.startswith("RanksDisagreeError"), first
     assert "rank 1 cannot finish its backward" in first
+
+
+def leaves_out_a_step() -> int:
+    """The number of the step in which this rank has an error; rank 1 leaves out the second one."""
+    layers = [nn.Linear(16, 16, bias=False) for _ in range(2)]
+    ddp = wrapped(SHARDED, nn.Sequential(*layers), bucket_cap_mb=25)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
+    for step in range(6):
+        try:
+            ddp(torch.ones(2, 16)).sum().backward()
+            if (step, dist.get_rank()) != (1, 1):
+                optimizer.step()
+        except RuntimeError:
+            return step
+        optimizer.zero_grad()
+    return -1
+
+
+def test_a_step_that_one_rank_leaves_out_is_no_gradient_of_the_next(run_on_ranks: RUN) -> None:
+    """The gradients of an owner are as large as its parameters: one would be taken for the other,
+    and no rank would notice that."""
+    with inductor_config.patch(ddp_fusion=None):
+        assert run_on_ranks(2, leaves_out_a_step) == [1, 2]

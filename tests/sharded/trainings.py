@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from fusion_passes import FusionConfig
 from fusion_passes.config import ShardOptimizer
+from testing.threads import run_at_once
 
 PLAIN: Final = FusionConfig()
 SHARDED: Final = FusionConfig(shard_optimizer=True)
@@ -27,10 +29,10 @@ STEPS: Final = 10
 Tensors = list[Tensor]
 
 
-def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+def network(dtype: torch.dtype = torch.float32, *, depth: int = 5) -> nn.Sequential:
     """Layers whose gradients round, with an odd number of outputs."""
     torch.manual_seed(0)
-    hidden = [part for _ in range(4) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+    hidden = [part for _ in range(depth - 1) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
     return nn.Sequential(*hidden, nn.Linear(WIDTH, 3)).to(dtype)
 
 
@@ -204,6 +206,85 @@ def averaged_twice(flag: FusionConfig) -> Tensors:
     return parameters_of(ddp)
 
 
+def closure_after_no_sync(flag: FusionConfig) -> Tensors:
+    """A closure that averages what was accumulated before the step, as Lightning's does."""
+    ddp = wrapped(flag, network())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+
+    def closure(step: int) -> None:
+        backward(ddp, step)
+
+    for step in range(4):
+        with ddp.no_sync():
+            backward(ddp, 2 * step)
+        optimizer.step(functools.partial(closure, 2 * step + 1))
+        optimizer.zero_grad()
+    return parameters_of(ddp)
+
+
+def of_one_owner(flag: FusionConfig) -> Tensors:
+    """A rank that owns nothing clips and scales what it does not have."""
+    torch.manual_seed(0)
+    ddp, norms = wrapped(flag, nn.Linear(WIDTH, 3, bias=False)), []
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(3):
+        scaler.scale(ddp(rows(step)).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        norms.append(clip_grad_norm_(ddp.parameters(), 0.05))
+        clip_grad_value_(ddp.parameters(), 1e-3)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return [*parameters_of(ddp), torch.stack(norms)]
+
+
+def of_several_dtypes(flag: FusionConfig) -> Tensors:
+    """The norm has one dtype on all ranks, whatever dtypes a rank owns."""
+    torch.manual_seed(0)
+    parts = [torch.randn(WIDTH, 9), torch.randn(3).bfloat16()]
+    model = nn.ParameterList(parts)
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ self.model[0]).square().mean() + self.model[1].square().sum() * x[0, 0]
+
+    ddp, norms = wrapped(flag, Sum()), []
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(3):
+        backward(ddp, step)
+        norms.append(clip_grad_norm_(ddp.parameters(), 0.05))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert {norm.dtype for norm in norms} == {torch.float32}
+    return [*parameters_of(ddp), torch.stack(norms)]
+
+
+def clipped_in_threads(flag: FusionConfig) -> Tensors:
+    """Two threads, each with a module on a group of its own, compute norms at the same time."""
+    groups = [dist.new_group(range(dist.get_world_size())) for _ in range(2)]
+    ddps = [wrapped(flag, network(), process_group=group) for group in groups]
+    norms: list[Tensors] = [[], []]
+    meeting = threading.Barrier(2, timeout=20)
+
+    def train(number: int) -> None:
+        ddp = ddps[number]
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for step in range(20):
+            backward(ddp, 100 * number + step)
+            meeting.wait()
+            norms[number].append(clip_grad_norm_(ddp.parameters(), 0.05))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run_at_once([functools.partial(train, number) for number in range(2)])
+    return [*parameters_of(*ddps), *map(torch.stack, norms)]
+
+
 def scheduled(flag: FusionConfig) -> Tensors:
     """Several parameter groups, one of which is added later, and a scheduler."""
     ddp = wrapped(flag, network())
@@ -213,10 +294,8 @@ def scheduled(flag: FusionConfig) -> Tensors:
     for step in range(6):
         if step == 2:
             optimizer.add_param_group({"params": last.parameters(), "lr": 0.3})
-        backward(ddp, step)
-        optimizer.step()
+        steps(ddp, optimizer, step, step + 1)
         scheduler.step()
-        optimizer.zero_grad()
     return parameters_of(ddp)
 
 
@@ -228,9 +307,7 @@ def frozen(flag: FusionConfig) -> Tensors:
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
     for step in range(8):
         model[2].requires_grad_(step not in (2, 3))
-        backward(ddp, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        steps(ddp, optimizer, step, step + 1)
     return parameters_of(ddp)
 
 
@@ -311,7 +388,7 @@ def complex_and_other_strides(flag: FusionConfig) -> Tensors:
 def compiled_steps(flag: FusionConfig) -> Tensors:
     """A compiled optimizer, and then a whole step in one compiled function."""
     torch._dynamo.reset()
-    ddp = wrapped(flag, network())
+    ddp = wrapped(flag, network(depth=2))
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
     compiled: Any = torch.compile(optimizer.step)
 
@@ -328,15 +405,6 @@ def compiled_steps(flag: FusionConfig) -> Tensors:
     function: Any = torch.compile(whole)
     for step in range(3):
         function(step)
-    return parameters_of(ddp)
-
-
-def smaller(flag: FusionConfig, dtype: str) -> Tensors:
-    """Gradients that are sent in a smaller dtype."""
-    options: dict[str, Any] = {"reduce_dtype": dtype, "shard_optimizer": flag.shard_optimizer}
-    ddp = wrapped(FusionConfig(**options), network())
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    steps(ddp, optimizer, 0, 3)
     return parameters_of(ddp)
 
 
@@ -365,14 +433,16 @@ LOOPS: Final[Mapping[str, Callable[[FusionConfig], Tensors]]] = {
     "no_sync, never cleared": functools.partial(accumulated, zero="never", every=3),
     "no_sync, changed in place": functools.partial(accumulated, zero="never", every=2, factor=0.5),
     "averaged twice": averaged_twice,
+    "closure after no_sync": closure_after_no_sync,
+    "of one owner": of_one_owner,
+    "of several dtypes": of_several_dtypes,
+    "clipped in threads": clipped_in_threads,
     "scheduled": scheduled,
     "frozen": frozen,
     "unused": unused,
     "several": several,
     "complex and other strides": complex_and_other_strides,
     "compiled steps": compiled_steps,
-    "sent in bf16": functools.partial(smaller, dtype="bf16"),
-    "sent in fp16": functools.partial(smaller, dtype="fp16"),
     "fp16": fp16,
 }
 

@@ -245,11 +245,11 @@ def pin() -> RewriteFor:
     return lambda graph: PinOrder(groups_of(graph))
 
 
-def pipeline(mode: ReduceMode = "concat", cap: int = 1 << 40, **options: Any) -> RewriteFor:
+def pipeline(mode: ReduceMode, **options: Any) -> RewriteFor:
     """All passes as one pass, which returns whether the graph's text changed."""
 
     def rewrite_for(graph: fx.Graph) -> Rewrite:
-        of = buckets_of(graph, cap, **options)
+        of = buckets_of(graph, **options)
 
         def run(graph: fx.Graph) -> bool:
             before = graph_text(graph)

@@ -1,4 +1,5 @@
-"""The imports of a file, and the names of torch in its code, at any place."""
+"""The files of the package, the imports of a file, and the names of torch in its code, at any
+place."""
 
 from __future__ import annotations
 
@@ -7,6 +8,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
+
+import fusion_passes
+
+PACKAGE: Final = Path(fusion_passes.__file__).parent
+FILES: Final = sorted(PACKAGE.rglob("*.py"))
 
 _DOTTED: Final = re.compile(r"\w+(\.\w+)+")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,9 @@ def method(name: str, *ratios: float, cap_mb: float | None = None, **values) -> 
     return made
 
 
-def cell_of(*methods: Method, eager: float = 2.0, **values) -> Comparison:
+def cell_of(*methods: Method, **values) -> Comparison:
     plain = method(PLAIN, 1.0, 1.0, 1.0, peak_bytes=100)
-    reference = method(EAGER, eager, eager, eager)
+    reference = method(EAGER, 2.0, 2.0, 2.0)
     return Comparison("mlp", [plain, reference, *methods], ("1gbit",), **values)
 
 
@@ -190,9 +191,12 @@ def test_an_interrupted_run_writes_what_there_is(
 # Models
 
 
+ONE_LAYER = replace(TINY, layers=1)
+
+
 @pytest.mark.parametrize("name", MAKERS)
 def test_every_model_is_one_graph_and_has_a_loss_and_gradients(name: str) -> None:
-    made = subject(name, TINY)
+    made = subject(name, ONE_LAYER)
     model = made.build()
     assert torch._dynamo.explain(model)(*made.batch(0)).graph_count == 1
     torch._dynamo.reset()
@@ -205,7 +209,7 @@ def test_every_model_is_one_graph_and_has_a_loss_and_gradients(name: str) -> Non
 def test_broken_models_break_in_one_level_and_in_two() -> None:
     breaks = []
     for name in ("gpt2-broken", "gpt2-broken-twice"):
-        made = subject(name, TINY)
+        made = subject(name, ONE_LAYER)
         torch._dynamo.reset()
         counters.clear()
         torch.compile(made.build(), backend="eager")(*made.batch(0))

@@ -59,6 +59,12 @@ NEVER = "no rank has come to 'step', where the fault is"
         pytest.param(fails(0.3), "", id="little later"),
         pytest.param(fails(2.2), "its error comes after", id="later"),
         pytest.param(fails(text="Failed to recv, got 0 bytes"), "a store's error", id="store"),
+        pytest.param(
+            scenario("fails", options={"seconds": {}, "texts": {}}, said={0: "closed by peer"}),
+            "",
+            id="said",
+        ),
+        pytest.param(scenario("ends", said={1: "own"}), "is in none of its errors", id="not said"),
         pytest.param(scenario("leaves"), "left behind: process ", id="left"),
         pytest.param(scenario("stops", fault=Fault("kill", 0, "step")), "", id="killed"),
         pytest.param(scenario("stops", fault=Fault("stop", 0, "step")), "", id="stopped"),

@@ -12,9 +12,10 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from fusion_passes import FusionConfig
 from fuzzing import running
 from fuzzing.blocks import BLOCKS, WIDTH
-from fuzzing.case import Case, Joined, Loop, Part, from_json, to_json
+from fuzzing.case import Case, Clip, Joined, Loop, Optimizer, Part, from_json, to_json
 from fuzzing.comparing import COARSE, FINE, Tolerance, differences, tolerance_of
 from fuzzing.drawing import FAMILY, draw
 from fuzzing.running import Outcome, Runner
@@ -54,6 +55,20 @@ def test_everything_is_drawn_at_times() -> None:
     family = cases[:FAMILY]
     assert len({part.blocks for case in family for part in case.parts}) == len(family[0].parts)
     assert len({repr(case.loop) for case in family}) > 1
+
+
+def test_the_same_models_are_drawn_with_a_sharded_optimizer() -> None:
+    cases = [draw(seed, shard_optimizer=True) for seed in range(300)]
+    for case in cases:
+        plain = draw(case.seed)
+        assert case.shards_optimizer
+        assert not plain.shards_optimizer
+        assert (case.parts, case.ranks, case.joined) == (plain.parts, plain.ranks, plain.joined)
+        assert from_json(to_json(case)) == case
+        options: Any = case.flag
+        assert FusionConfig(**options).shard_optimizer
+    assert {case.loop.optimizer for case in cases} == set(get_args(Optimizer))
+    assert {case.loop.clip for case in cases} == set(get_args(Clip))
 
 
 @pytest.mark.parametrize("name", sorted(BLOCKS))
@@ -116,6 +131,21 @@ def test_the_rank_the_parameter_and_the_buffer_are_named() -> None:
     ]
 
 
+def test_averages_are_those_of_owners_alone() -> None:
+    one, two = torch.ones(2), torch.zeros(2)
+    right = Record(gradients=[{"a": one, "b": one}])
+    owner_of_a = Record(gradients=[{"a": one, "b": None}], local=[False], elsewhere={"b"})
+    assert not differences([owner_of_a], [right], FINE)
+    keeps_b = replace(owner_of_a, gradients=[{"a": one, "b": one}])
+    lacks_a = replace(owner_of_a, gradients=[{"a": None, "b": None}])
+    for wrong in (keeps_b, lacks_a):
+        assert differences([wrong], [right], FINE)
+    # Under no_sync, a rank may have its part of a sum whose other part is an average.
+    local = replace(keeps_b, gradients=[{"a": one, "b": two}], local=[True])
+    assert not differences([local], [right], FINE)
+    assert differences([replace(local, gradients=[{"a": two, "b": two}])], [right], FINE)
+
+
 # --- Outcomes -----------------------------------------------------------------------------------
 
 
@@ -175,6 +205,28 @@ def test_outcomes(eager: Any, fused: Any, control: Any, kind: str) -> None:
     assert outcome.bad == (kind in running.BAD)
 
 
+def test_what_a_sharded_optimizer_refuses_names_the_option() -> None:
+    refusal = raised(1, "RuntimeError: FusionConfig.shard_optimizer = True of DDP 0: no")
+    other = raised(1, "RuntimeError: an optimizer step has failed")
+    for flag, error, kind in (
+        ({"mode": "concat", "shard_optimizer": True}, refusal, "refused"),
+        ({"mode": "concat", "shard_optimizer": True}, other, "crashed"),
+        ("concat", refusal, "crashed"),
+    ):
+        answers = {"eager": RIGHT, "fused": error, "control": RIGHT, "undivided": RIGHT}
+        runner = FakeRunner(lambda _, which, answers=answers: answers[which])  # type: ignore[misc]
+        assert runner.run(Case(0, (Part(("dense",)),), flag=flag)).kind == kind
+
+
+def test_an_owner_alone_may_raise_in_a_later_micro_batch() -> None:
+    eager, fused = (NO.replace("[1]", f"[1, 0, {number}]") for number in (0, 1))
+    answers = {"eager": eager, "fused": fused, "control": RIGHT, "undivided": RIGHT}
+    runner = FakeRunner(lambda _, which: answers[which])
+    case = Case(0, (Part(("dense",)),))
+    sharded = replace(case, flag={"mode": "concat", "shard_optimizer": True})
+    assert [runner.run(each).kind for each in (case, sharded)] == ["late", "both raise"]
+
+
 def test_shrinking_keeps_what_the_outcome_needs() -> None:
     def answer(case: Case, kind: str) -> Any:
         bad = any("gru" in part.blocks for part in case.parts) and case.loop.zero == "kept"
@@ -207,6 +259,15 @@ def test_a_drawn_case_is_equal() -> None:
     with Runner() as runner:
         outcome = runner.run(draw(2008))
     assert outcome.kind in ("equal", "warned"), outcome.words
+
+
+def test_a_rank_that_owns_nothing_clips_values(run_on_ranks: Callable[..., list[Any]]) -> None:
+    """A small form of a case that once crashed."""
+    flag = {"mode": "concat", "shard_optimizer": True}
+    case = Case(32, (Part((), traits=("frozen",)),), Loop(clip="value"), flag=flag)
+    eager, fused = (run_on_ranks(2, train, case=case, kind=kind) for kind in ("eager", "fused"))
+    assert not differences(fused, eager, tolerance_of(case))
+    assert fused[0].elsewhere ^ fused[1].elsewhere
 
 
 @pytest.mark.newest_torch

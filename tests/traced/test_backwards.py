@@ -24,13 +24,13 @@ from fusion_passes.reducer.reducer import reducer_of
 from fusion_passes.traced.backwards import FIRST
 from testing import models
 from testing.models import linear_loss
+from testing.processes import RUN
 from testing.scenarios.catalog import SMALL_MB
 from testing.scenarios.loop import backwards as train_steps
 from testing.scenarios.run import Run, synced_if
 from tests.support.beside_eager import beside_eager
 from tests.support.fake_world import one_rank, two_layers
 
-RUN = Callable[..., list[Any]]
 TRACED = FusionConfig(backward_graph="compiled_autograd")
 
 
@@ -89,26 +89,6 @@ def test_a_graph_is_not_for_a_later_module_on_a_group_of_the_same_name() -> None
         del ddp
         gc.collect()
     assert [len(report.buckets) for report in fusion_passes.reports()] == [2, 1]
-
-
-@pytest.mark.each_torch
-def test_compiled_autograd_of_the_users_traces_too() -> None:
-    expected = train(two_layers(), rows=2)
-    with inductor_config.patch(ddp_fusion="concat"):
-        ddp = DistributedDataParallel(two_layers())
-
-        def step(x: Tensor) -> None:
-            ddp(x).square().mean().backward()
-
-        gradients = []
-        with torch._dynamo.config.patch(compiled_autograd=True):
-            step = torch.compile(step, dynamic=False)
-            for number in range(3):
-                ddp.zero_grad()
-                step(batch(number))
-                gradients += [parameter.grad for parameter in ddp.parameters()]
-        torch.testing.assert_close(gradients, expected)
-        assert reasons() == [("reducer", FIRST, 1), ("compiled_autograd", "", 2)]
 
 
 def _managed(**options: Any) -> DistributedDataParallel:
@@ -384,7 +364,7 @@ def test_a_rank_may_trace_what_another_does_not(run_on_ranks: RUN, options: dict
     assert told == ["compiled_autograd", "reducer"]
 
 
-def not_averaged_in_between(run: Run) -> list[tuple[str, int]]:
+def not_averaged_in_between(run: Run) -> list[tuple[str, str, int]]:
     """The user enables compiled autograd in all steps; some steps run under ``no_sync``."""
     ddp = run.ddp(run.mlp(), bucket_cap_mb=SMALL_MB)
 
@@ -397,9 +377,10 @@ def not_averaged_in_between(run: Run) -> list[tuple[str, int]]:
             with synced_if(ddp, number % 2 == 0):
                 step(torch.tensor(number), run.rows(number))
             run.note_backward(ddp, synced=number % 2 == 0)
-    return [(where, count) for where, _, count in reasons()]
+    return reasons()
 
 
+@pytest.mark.each_torch
 def test_a_backward_that_is_not_averaged_launches_nothing(run_on_ranks: RUN) -> None:
-    for where in run_on_ranks(2, beside_eager, train=not_averaged_in_between, flag="concat"):
-        assert where == [("reducer", 1), ("compiled_autograd", 2)]
+    for found in run_on_ranks(2, beside_eager, train=not_averaged_in_between, flag="concat"):
+        assert found == [("reducer", FIRST, 1), ("compiled_autograd", "", 2)]

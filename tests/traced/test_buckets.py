@@ -8,6 +8,7 @@ from expecttest import assert_expected_inline
 
 from fusion_passes.graph.collectives import all_reduce
 from fusion_passes.traced.buckets import BucketPlan, CannotLaunchError, plan_buckets
+from fusion_passes.traced.fuse_pass import report_plan
 from tests.support.graphs import (
     Backward,
     TensorSpec,
@@ -15,6 +16,7 @@ from tests.support.graphs import (
     cast,
     find,
     piece,
+    plan_of,
     reduce,
     tensor,
     trace,
@@ -54,6 +56,23 @@ left alone: all_reduce (_c10d_functional.all_reduce.default):
 group 'elsewhere' belongs to no DistributedDataParallel module that was constructed under ddp_fusion""",  # noqa: E501
     )
     assert plan.buckets[0].num_bytes == plan.buckets[0].sent_bytes == 40
+
+
+def test_the_report_of_a_plan() -> None:
+    def backward(x, y, z):
+        gradients = [reduce(x, "a"), reduce(y, "b"), reduce(z, "c", module="ddp2")]
+        return *gradients, all_reduce(y, "max", "elsewhere")
+
+    module = trace(backward, [tensor(4), tensor(2, 3), tensor(4)])
+    report = report_plan(plan_of(module.graph, 1000), "concat")
+    assert (report.collectives_before, report.collectives_after) == (4, 3)
+    first, second = report.buckets
+    assert (first.module, first.group, first.parameters) == ("DDP0", "world", ("a", "b"))
+    assert (first.num_bytes, first.dtype) == (40, "float32")
+    assert (second.module, second.group, second.parameters) == ("DDP2", "pairs", ("c",))
+    assert ["group 'elsewhere'" in item.reason for item in report.rejections] == [True]
+    other_mode = report_plan(plan_of(module.graph, 1000), "coalesced")
+    assert other_mode.digest != report.digest
 
 
 @pytest.mark.parametrize("layout", [[[0, 1, 2]], [[0], [1, 2]], [[2, 0], [1]], [[2], [1], [0]]])

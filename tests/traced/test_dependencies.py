@@ -75,20 +75,6 @@ def test_a_node_moves_to_its_key() -> None:
     assert _order(module) == ["abs_1", "neg", "sin"]
 
 
-def test_a_node_moves_no_farther_than_what_it_reads() -> None:
-    module = trace(lambda x: torch.sin(torch.abs(torch.neg(x))), [tensor(4)])
-    assert not reorder(module.graph, _keys(module, sin=-5))
-
-
-def test_a_graph_that_is_out_of_order_is_put_into_order() -> None:
-    module = trace(lambda x: torch.sin(torch.neg(x)), [tensor(4)])
-    (sin,) = module.graph.find_nodes(op="call_function", target=_aten.sin.default)
-    (neg,) = module.graph.find_nodes(op="call_function", target=_aten.neg.default)
-    neg.prepend(sin)
-    assert reorder(module.graph, _keys(module))
-    assert _order(module) == ["neg", "sin"]
-
-
 def test_chains_keep_their_order() -> None:
     module = trace(_three, [tensor(4)] * 2)
     neg, absolute, sin = [node for node in module.graph.nodes if node.op == "call_function"]

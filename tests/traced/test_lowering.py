@@ -28,8 +28,8 @@ from fusion_passes.graph.custom_ops import PACK, WIDEN
 from fusion_passes.layout.layout import in_round_order
 from fusion_passes.reporting.graphs import compile_log
 from fusion_passes.traced.pack import register_lowerings
+from testing.processes import RUN
 
-RUN = Callable[..., list[Any]]
 RESULTS = list[dict[str, dict[str, Any]]]
 """The results of each rank, by the name of the case; see :func:`run_cases`."""
 _aten = torch.ops.aten

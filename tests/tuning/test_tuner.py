@@ -32,12 +32,11 @@ from fusion_passes.tuning import tuner
 from fusion_passes.tuning.choice import AFTER_LAP, MOST_STEPS, TURN, Contest
 from fusion_passes.tuning.tuner import WARM_UP, LayoutTuner
 from testing import models
+from testing.processes import RUN
 from testing.scenarios.loop import train
 from testing.scenarios.run import Run
 from tests.support.beside_eager import beside_eager
 from tests.support.fake_world import fake_world, one_rank
-
-RUN = Callable[..., list[Any]]
 
 LAYERS = 6
 CAP_MB = 600 / 2**20
@@ -58,16 +57,16 @@ def files_in(directory: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def steps_take(best: int, gain: float = 0.1, slowest: int = 0) -> Iterator[None]:
-    """Steps of rank ``slowest`` take a second, and with ``best`` buckets less; on other ranks they
-    take no time."""
+def steps_take(best: int, slowest: int = 0) -> Iterator[None]:
+    """Steps of rank ``slowest`` take a second, and with ``best`` buckets a tenth less; on other
+    ranks they take no time."""
     now = 0.0
 
     def clock(_: LayoutTuner) -> float:
         nonlocal now
         (reducer,) = (reducer for reducer in reducers.alive() if reducer.tuner is not None)
         if dist.get_rank() == slowest:
-            now += 1 - gain if len(reducer.assignment.layout.buckets) == best else 1
+            now += 0.9 if len(reducer.assignment.layout.buckets) == best else 1
         return now
 
     with mock.patch.object(LayoutTuner, "_now", clock):
@@ -114,7 +113,7 @@ def trained(run: Run, steps: int, model: str = "", **loop: Any) -> Start:
     if run.is_fused and reducer_of(ddp).assignment.is_fixed:
         begun.fixed = buckets_of(reducer_of(ddp))
 
-    def note(_: nn.Module) -> None:
+    def note(_: nn.Module, __: bool) -> None:
         if run.is_fused and reducer_of(ddp).steps > len(begun.stored):
             begun.buckets.append(buckets_of(reducer_of(ddp)))
             begun.stored.append(reducer_of(ddp).record.num_stored)

@@ -33,6 +33,10 @@ def violations(scenario: Scenario, run: RunRecord, peers: Sequence[RunRecord]) -
     found = [f"left behind: {item}" for item in run.left if item not in known]
     if scenario.fault is not None and not any(rank.is_hit for rank in run.ranks):
         found.append(f"no rank has come to {scenario.fault.point!r}, where the fault is")
+    for number, text in scenario.said.items():
+        errors = [error for failure in run.ranks[number].failures for error in failure.texts]
+        if not any(text in error for error in errors):
+            found.append(f"rank {number}: {text!r} is in none of its errors: {errors}")
     for number, rank in enumerate(run.ranks):
         others = [peer.ranks[number] for peer in peers]
         texts = [] if _is_dead_by_fault(scenario, rank) else list(_of_rank(scenario, rank, others))
@@ -62,7 +66,7 @@ def _end(scenario: Scenario, rank: RankRecord, others: list[RankRecord]) -> Iter
         yield f"must end right, but: {first}"
     elif (rank.exit_code or 0) < 0 and all(o.exit_code != rank.exit_code for o in others):
         yield f"ended by {exit_words(rank.exit_code)}"
-    elif rank.steps < best and scenario.interrupt_step is None:
+    elif rank.steps < best - scenario.may_miss and scenario.interrupt_step is None:
         yield f"did {rank.steps} steps without an error, a peer {best}"
 
 

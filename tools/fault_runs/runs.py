@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fault_runs.records import RankRecord, RunRecord, add_events, events_path, read_events
-from fault_runs.scenarios import MODES, Scenario, Way
+from fault_runs.scenarios import MODES, PEERS, Scenario, Way
 from testing.sessions import Sessions, environment
 
 POLL_S = 0.05
@@ -189,8 +189,9 @@ class _Processes:
             "TMPDIR": str(self._temporary),
             "TORCHINDUCTOR_VEC_ISA_OK": "1",  # Otherwise torch compiles six programs to test it.
         }
-        if self.way in MODES:
-            variables["FUSION_PASSES_DDP_FUSION"] = self.way
+        if self.way not in PEERS:
+            is_mode = self.way in MODES  # Otherwise the program sets the options.
+            variables["FUSION_PASSES_DDP_FUSION"] = self.way if is_mode else "concat"
         own = self.scenario.rank_environment.get(rank, {})
         own = {name: text.format(directory=self._directory) for name, text in own.items()}
         return variables | dict(self.scenario.environment) | own

@@ -9,15 +9,28 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal
 
-Way = Literal["eager", "compiled", "concat", "coalesced"]
-"""Eager DDP and stock ``torch.compile(ddp)``, which are the peers, or a mode of the flag."""
+Way = Literal["eager", "compiled", "concat", "coalesced", "sharded"]
+"""Eager DDP and stock ``torch.compile(ddp)``, which are the peers, a mode of the flag, or
+``"concat"`` with the option ``shard_optimizer``."""
 
 PEERS: tuple[Way, ...] = ("eager", "compiled")
 MODES: tuple[Way, ...] = ("concat", "coalesced")
 
 Action = Literal["kill", "stop", "raise", "skip"]
 
-Point = Literal["step", "forward", "forward-op", "hook", "backward", "compile", "compile-backward"]
+Point = Literal[
+    "step",
+    "forward",
+    "forward-op",
+    "hook",
+    "backward",
+    "compile",
+    "compile-backward",
+    "after-backward",
+    "update",
+    "after-update",
+    "send",
+]
 """Points of a training at which a fault can happen: see :mod:`fault_runs.training`."""
 
 
@@ -67,6 +80,8 @@ class Scenario:
         must_end_right: whether an error is a violation even if the peers end with one.
         may_grow: how much more than the peers a value that must stay flat may grow, by name.
         peers: the ways that it is compared with.
+        said: text that must be in an error of a rank, by rank.
+        may_miss: number of steps that a rank may finish less than a peer.
     """
 
     name: str
@@ -87,6 +102,8 @@ class Scenario:
     must_end_right: bool = False
     may_grow: Mapping[str, float] = field(default_factory=dict)
     peers: Sequence[Way] = PEERS
+    said: Mapping[int, str] = field(default_factory=dict)
+    may_miss: int = 0
 
 
 SLOW_S: Final = 120.0
@@ -166,6 +183,54 @@ def _exceptions() -> Iterator[Scenario]:
         )
 
 
+_ENDING: Final[tuple[Action, ...]] = ("kill", "raise")
+_FAILED_STEP: Final = "an optimizer step has failed on this rank"
+
+
+def _sharded() -> Iterator[Scenario]:
+    """Faults with a sharded optimizer, around its step and in the messages that follow. Without
+    this option, other ranks notice a fault after the backward in their next step alone."""
+    points: tuple[Point, ...] = ("backward", "after-backward", "update", "after-update", "send")
+    for point in points:
+        for rank in (0, 1):
+            for action in _ENDING:
+                fault = Fault(action, rank, point)
+                yield Scenario(f"sharded-{action}-{rank}-{point}", fault=fault, may_miss=1)
+    for point in ("backward", "send"):
+        fault = Fault("stop", 1, point, continue_s=20.0)
+        yield Scenario(f"sharded-stop-1-{point}-for-20", fault=fault, may_miss=1)
+    for point in ("update", "send"):
+        for action in _ENDING:
+            fault = Fault(action, 1, point)
+            name = f"sharded-three-{action}-1-{point}"
+            yield Scenario(name, ranks=3, fault=fault, may_miss=1)
+    # A rank that catches its error and goes on: after one in its backward, with the next batch, as
+    # without this option; after a later one, others would not notice without this option.
+    for point, said in (
+        ("backward", {0: "the user's own error"}),
+        ("after-backward", {}),
+        ("update", {0: _FAILED_STEP, 1: _FAILED_STEP}),
+        ("after-update", {0: _FAILED_STEP, 1: _FAILED_STEP}),
+        ("send", {0: "the user's own error", 1: _FAILED_STEP}),
+    ):
+        for goes_on in ("at once", "together"):
+            is_told = point == "send" or (goes_on == "together") == (point == "backward")
+            yield Scenario(
+                f"sharded-raise-1-{point}-{goes_on.replace(' ', '-')}",
+                options={"goes_on": goes_on},
+                fault=Fault("raise", 1, point),
+                said=said if is_told else {},
+                peers=(),
+            )
+    for point in ("backward", "after-backward"):
+        yield Scenario(
+            f"sharded-raise-all-{point}-together",
+            options={"goes_on": "together"},
+            fault=Fault("raise", None, point),
+        )
+    yield from _long("sharded-")
+
+
 def _caches() -> Iterator[Scenario]:
     """Compiler caches that differ between ranks, are broken, or are shared by several trainings."""
     cold = {"TORCHINDUCTOR_CACHE_DIR": "{directory}/cold"}
@@ -209,6 +274,24 @@ BROKEN_CACHES: Final[Mapping[str, Callable[[Path], None]]] = MappingProxyType(
 """Functions that break Inductor's files, by scenario name."""
 
 
+FLAT: Final[Mapping[str, float]] = MappingProxyType({"memory_kb": 8192, "objects": 500})
+"""How much more than the peers the values of a long run may grow."""
+
+
+def _lasting(name: str, program: str, **values: object) -> Scenario:
+    values |= {"program": f"fault_runs.training:{program}", "must_end_right": True}
+    values |= {"group_timeout_s": SLOW_S, "limit_s": 500.0}
+    return Scenario(name, **values)  # type: ignore[arg-type]
+
+
+def _long(prefix: str) -> Iterator[Scenario]:
+    """Programs that take long, and must leave nothing behind."""
+    yield _lasting(f"{prefix}groups-made-again", "remake_groups")
+    made = {**FLAT, "memory_kb": 32768}
+    yield _lasting(f"{prefix}modules-made-and-dropped", "make_many", may_grow=made)
+    yield _lasting(f"{prefix}thousand-steps", "train_long", may_grow=FLAT)
+
+
 def _lifetimes() -> Iterator[Scenario]:
     """Trainings under torchrun, long ones, and ones that create groups or modules repeatedly."""
     yield Scenario(
@@ -228,21 +311,16 @@ def _lifetimes() -> Iterator[Scenario]:
         interrupt_step=3,
         slack_s=5.0,
     )
-    flat = {"memory_kb": 8192, "objects": 500}
-    lasting = {"group_timeout_s": SLOW_S, "limit_s": 500.0, "must_end_right": True}
-
-    def long(name: str, program: str, **values: object) -> Scenario:
-        values |= {"program": f"fault_runs.training:{program}", **lasting}
-        return Scenario(name, **values)  # type: ignore[arg-type]
-
-    yield long("groups-made-again", "remake_groups")
-    yield long("modules-made-and-dropped", "make_many", may_grow=flat | {"memory_kb": 32768})
-    yield long("thousand-steps", "train_long", may_grow=flat)
-    of_several = {"options": {"hook": "disabled"}, "may_grow": flat}
-    yield long("thousand-steps-of-several-graphs", "train_long", **of_several)
+    yield from _long("")
+    of_several = {"options": {"hook": "disabled"}, "may_grow": FLAT}
+    yield _lasting("thousand-steps-of-several-graphs", "train_long", **of_several)
     for number in range(100):
         name = f"starts-and-ends-{number}"
         yield Scenario(name, options={"steps": 2}, must_end_right=True)
 
 
 SCENARIOS: Final = [*_signals(), *_exceptions(), *_caches(), *_lifetimes()]
+"""For all modes of the flag."""
+
+SHARDED: Final = list(_sharded())
+"""For ``"sharded"``."""

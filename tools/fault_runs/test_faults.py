@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from fault_runs.judging import exit_words, violations
 from fault_runs.records import RankRecord, RunRecord
 from fault_runs.runs import run_scenario
-from fault_runs.scenarios import MODES, SCENARIOS, Scenario, Way
+from fault_runs.scenarios import MODES, SCENARIOS, SHARDED, Scenario, Way
 
 
 @pytest.fixture(scope="session")
@@ -21,9 +21,9 @@ def runs() -> Iterator[Path]:
         yield Path(directory)
 
 
-@pytest.fixture(scope="module", params=SCENARIOS, ids=lambda scenario: scenario.name)
+@pytest.fixture(scope="module")
 def scenario(request: pytest.FixtureRequest) -> Scenario:
-    """One of all scenarios."""
+    """One of the scenarios that a test names."""
     chosen: Scenario = request.param
     return chosen
 
@@ -34,11 +34,27 @@ def peers(scenario: Scenario, runs: Path) -> list[RunRecord]:
     return [_run(scenario, way, runs) for way in scenario.peers]
 
 
+def _each(scenarios: Sequence[Scenario]) -> pytest.MarkDecorator:
+    names = [scenario.name for scenario in scenarios]
+    return pytest.mark.parametrize("scenario", scenarios, indirect=True, ids=names, scope="module")
+
+
 @pytest.mark.timeout(0)  # A run has time limits of its own.
 @pytest.mark.parametrize("mode", MODES)
+@_each(SCENARIOS)
 def test_breaks_no_rule(scenario: Scenario, peers: list[RunRecord], mode: Way, runs: Path) -> None:
     """The rules of :mod:`fault_runs.judging`."""
     found = violations(scenario, _run(scenario, mode, runs), peers)
+    assert not found
+
+
+@pytest.mark.timeout(0)
+@_each(SHARDED)
+def test_a_sharded_optimizer_breaks_no_rule(
+    scenario: Scenario, peers: list[RunRecord], runs: Path
+) -> None:
+    """The same, with the option ``shard_optimizer``."""
+    found = violations(scenario, _run(scenario, "sharded", runs), peers)
     assert not found
 
 

@@ -9,6 +9,11 @@ where a fault can happen.
 * ``compile``: in the compile of the forward; before the first forward where none is compiled
 * ``compile-backward``: in a compile that the backward starts; before the backward where it
   starts none
+* ``after-backward``: between the backward and the optimizer's step
+* ``update``: when the optimizer's step has begun
+* ``after-update``: when the optimizer has changed the parameters
+* ``send``: with a sharded optimizer, when the messages after the step have begun; behind the step
+  where there are none
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fusion_passes  # It reads the flag from the environment.
 from fault_runs.rank import USER_TEXT, Run, UserError
 from fault_runs.scenarios import PEERS
+from fusion_passes.sharded import sends
 
 WIDTH, LAYERS, ROWS = 16, 4, 4
 STEPS = 8
@@ -91,6 +97,8 @@ def build(run: Run) -> tuple[Net, DistributedDataParallel]:
         mode: Any = run.way
         flag = fusion_passes.FusionConfig(mode=mode, backward_graph=run.options["graph"])
         torch._inductor.config.ddp_fusion = flag
+    if run.way == "sharded":
+        torch._inductor.config.ddp_fusion = fusion_passes.FusionConfig(shard_optimizer=True)
     torch.manual_seed(0)
     _points["meet"] = run.meet
     net = Net()
@@ -131,6 +139,10 @@ def train(run: Run) -> dict[str, Any]:
     run.init_group()
     net, ddp = build(run)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.5)
+    optimizer.register_step_pre_hook(lambda *_: run.meet("update"))
+    optimizer.register_step_post_hook(lambda *_: run.meet("after-update"))
+    if run.way == "sharded":
+        _meet_in_messages(run)
     forward = torch.compile(ddp) if run.is_compiled else ddp
     _meet_in_compiles(run)
     first = _resume(run, ddp, optimizer)
@@ -184,7 +196,10 @@ def _step(
     _points["compile"] = run.meet
     loss.backward()
     _points.pop("compile", None)
+    run.meet("after-backward")
     optimizer.step()
+    if run.way != "sharded":
+        run.meet("send")
 
 
 def _meet_in_compiles(run: Run) -> None:
@@ -197,6 +212,20 @@ def _meet_in_compiles(run: Run) -> None:
         return inner(*args, **kwargs)
 
     torch._inductor.compile_fx.compile_fx = compile_fx
+
+
+def _meet_in_messages(run: Run) -> None:
+    """Insert a point behind the launch of the messages that owners send after a step."""
+    module: Any = sends
+    inner = module.begin_exchange
+
+    @functools.wraps(inner)
+    def begin_exchange(*args: Any, **kwargs: Any) -> Any:
+        begun = inner(*args, **kwargs)
+        run.meet("send")
+        return begun
+
+    module.begin_exchange = begin_exchange
 
 
 def wait_for_all(run: Run, wait_s: float = 40.0) -> None:

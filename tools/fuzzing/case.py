@@ -14,7 +14,7 @@ Style = Literal["outside", "inside", "loss", "in place", "inner", "part", "backw
 Pattern = Literal["plain", "joint", "delayed", "twice", "heads", "together", "named"]
 Zero = Literal["none", "kept", "never"]
 Clip = Literal["no", "norm", "value"]
-Optimizer = Literal["sgd", "momentum", "adamw", "foreach"]
+Optimizer = Literal["sgd", "momentum", "adamw", "foreach", "adagrad", "rmsprop", "fused"]
 Output = Literal["tensor", "tuple", "dict"]
 Joined = Literal["serial", "parallel", "turns", "threads"]
 
@@ -117,6 +117,11 @@ class Case:
     def steps(self) -> int:
         """Number of optimizer steps."""
         return len(self.loop.batches)
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Whether the option ``shard_optimizer`` is set."""
+        return isinstance(self.flag, dict) and self.flag.get("shard_optimizer", False)
 
 
 def to_json(case: Case, indent: int | None = None) -> str:

@@ -64,7 +64,7 @@ def _of_rank(ours: Record, theirs: Record, tolerance: Tolerance) -> Iterator[str
         yield f"{len(ours.gradients)} backwards instead of {len(theirs.gradients)}"
         return
     pairs: list[tuple[str, Named, Named]] = [
-        (f"backward {number}, gradient of", a, b)
+        (f"backward {number}, gradient of", *_divided(ours, number, a, b))
         for number, (a, b) in enumerate(zip(ours.gradients, theirs.gradients, strict=True))
     ]
     losses = [{str(n): loss for n, loss in enumerate(r.losses)} for r in (ours, theirs)]
@@ -76,6 +76,18 @@ def _of_rank(ours: Record, theirs: Record, tolerance: Tolerance) -> Iterator[str
     for what, a, b in pairs:
         for text in _of_all(a, b, tolerance):
             yield f"{what} {text}"
+
+
+def _divided(ours: Record, number: int, actual: Named, expected: Named) -> tuple[Named, Named]:
+    """The gradients after a backward, and those that this rank must have. With ``shard_optimizer``,
+    it has no average of a parameter that another rank owns. What it has under ``no_sync`` is not
+    compared: all of it goes into an average, or there is an average in eager DDP's sum alone."""
+    if not ours.elsewhere:
+        return actual, expected
+    if not ours.local[number]:
+        return actual, {n: None if n in ours.elsewhere else g for n, g in expected.items()}
+    kept = expected.keys() - ours.elsewhere
+    return {n: actual[n] for n in actual if n in kept}, {n: expected[n] for n in kept}
 
 
 def _of_all(actual: Named, expected: Named, tolerance: Tolerance) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from fusion_passes.config import ScalingOption
 from fuzzing.blocks import BLOCKS
-from fuzzing.case import Batches, Case, Joined, Loop, Part, Pattern, Style, Zero
+from fuzzing.case import Batches, Case, Joined, Loop, Optimizer, Part, Pattern, Style, Zero
 
 FAMILY = 3
 
@@ -52,8 +52,9 @@ HOOKS = ("allreduce_hook", "fp16_compress_hook")
 """Communication hooks; eager DDP refuses the one for bf16 on Gloo."""
 
 
-def draw(seed: int) -> Case:
-    """The case of a seed."""
+def draw(seed: int, *, shard_optimizer: bool = False) -> Case:
+    """The case of a seed; or the same models in almost the same loop with the option
+    ``shard_optimizer``."""
     models, random = Random(f"models {seed // FAMILY}"), Random(f"loop {seed}")
     parts = tuple(_model(models) for _ in range(_pick(models, {1: 9, 2: 2})))
     parts = tuple(_wrapped(random, part) for part in parts)
@@ -78,7 +79,22 @@ def draw(seed: int) -> Case:
         flag=_flag(random),
     )
     case = _using_some(case, Random(f"outputs {seed}"))
-    return _averaging(case, Random(f"averages {seed}"))
+    case = _averaging(case, Random(f"averages {seed}"))
+    return _sharding(case, Random(f"optimizers {seed}")) if shard_optimizer else case
+
+
+def _sharding(case: Case, random: Random) -> Case:
+    """Divide the optimizer by the ranks, without the options that it refuses. Draw any optimizer
+    and more clipping, which depend on who has which gradient."""
+    options = case.flag if isinstance(case.flag, dict) else {}
+    kept = {name: value for name, value in options.items() if name != "scaling"}
+    loop = replace(
+        case.loop,
+        optimizer=random.choice(get_args(Optimizer)),
+        clip=_pick(random, {"no": 3, "norm": 3, "value": 1}),
+        scaler=case.loop.scaler or random.random() < 0.1,
+    )
+    return replace(case, flag=kept | {"mode": "concat", "shard_optimizer": True}, loop=loop)
 
 
 def _using_some(case: Case, random: Random) -> Case:

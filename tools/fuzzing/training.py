@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,8 @@ class Record:
         warnings: warnings of this package.
         averaged: number of backwards that reducers averaged, and number of gradients that each
             copied.
+        local: whether gradients stayed on this rank, after each backward.
+        elsewhere: names of the parameters that other ranks own (``shard_optimizer``).
     """
 
     gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
@@ -45,6 +48,8 @@ class Record:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     averaged: list[tuple[int, int]] = field(default_factory=list)
+    local: list[bool] = field(default_factory=list)
+    elsewhere: set[str] = field(default_factory=set)
 
 
 class StageError(RuntimeError):
@@ -108,6 +113,18 @@ def _averaged() -> list[tuple[int, int]]:
     return [(item.count, item.copied) for item in fusion_passes.report().backwards]
 
 
+def _parameters_elsewhere(ddp: DistributedDataParallel) -> list[nn.Parameter]:
+    """The parameters that other ranks own."""
+    if "fusion_passes" not in sys.modules:
+        return []
+    from fusion_passes.reducer.reducer import REDUCER
+
+    reducer: Any = getattr(ddp, REDUCER, None)
+    if reducer is None:
+        return []
+    return [reducer.parameters.all[number] for number in reducer.queue.communication.elsewhere]
+
+
 class Training:
     """The training of a case on this rank.
 
@@ -135,6 +152,10 @@ class Training:
             self.record.parameters[name] = parameter.detach().clone()
         for name, buffer in self._named("named_buffers"):
             self.record.buffers[name] = buffer.detach().clone()
+        elsewhere = {id(p) for ddp in self.ddps for p in _parameters_elsewhere(ddp)}
+        self.record.elsewhere = {
+            name for name, p in self._named("named_parameters") if id(p) in elsewhere
+        }
 
     def _train_in_threads(self) -> None:
         sides = [Training(self.case, Record(), compiled=self.compiled) for _ in self.ddps]
@@ -146,6 +167,7 @@ class Training:
         for side in sides:
             self.record.gradients += side.record.gradients
             self.record.losses += side.record.losses
+            self.record.local += side.record.local
 
     def _train_side(self, side: Training) -> None:
         try:
@@ -167,6 +189,7 @@ class Training:
     def note(self, loss: Tensor) -> None:
         """Record the current gradients."""
         self.record.losses.append(loss.detach().clone())
+        self.record.local.append(not self.ddps[0].require_backward_grad_sync)
         self.record.gradients.append(
             {
                 name: None if parameter.grad is None else parameter.grad.detach().clone()
@@ -330,6 +353,12 @@ def _optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimiz
         # With the default eps, a gradient that consists of rounding errors would become a step of
         # full size.
         return torch.optim.AdamW(parameters, lr=0.01, eps=0.01)
+    if name == "fused":
+        return torch.optim.AdamW(parameters, lr=0.01, eps=0.01, fused=True)
+    if name == "adagrad":
+        return torch.optim.Adagrad(parameters, lr=0.01, eps=0.01)
+    if name == "rmsprop":
+        return torch.optim.RMSprop(parameters, lr=0.01, eps=0.01)
     if name == "momentum":
         return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)
     return torch.optim.SGD(parameters, lr=0.05, foreach=name == "foreach")

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from testing.models import OUTPUTS, WIDTH, Branching, Exact, TwoDtypes, linear_loss
-from testing.scenarios.loop import Zero, clear_gradients
-from testing.scenarios.run import Run, synced_if
+from testing.models import OUTPUTS, WIDTH, Branching, Exact, TwoDtypes
+from testing.scenarios import loop
+from testing.scenarios.loop import Style
+from testing.scenarios.run import Run
 
 
 def average(model: nn.Module) -> None:
@@ -36,29 +37,18 @@ def average(model: nn.Module) -> None:
         parameter.grad.copy_(torch.stack(parts).sum(0) / len(parts))
 
 
-def train(
-    run: Run,
-    model: nn.Module,
-    *takes: Sequence[str],
-    is_compiled: bool = True,
-    steps: int = 3,
-    micro_batches: int = 1,
-    zero: Zero = "none",
-) -> None:
+def train(run: Run, model: nn.Module, *, is_compiled: bool = True, **how: Any) -> None:
     """Run backwards of a model: in DDP under the flag, otherwise of the bare model, averaged by
-    hand. All but the last micro-batch of a step are under ``no_sync``. ``takes``: the branches of a
-    model with branches, by step and rank."""
-    forward = run.compile(model) if is_compiled else model
-    for step in range(steps):
-        clear_gradients(model, zero, model.zero_grad)
-        for micro in range(micro_batches):
-            synced = micro == micro_batches - 1
-            taken = [takes[step][dist.get_rank()]] if takes else []
-            with synced_if(model, synced):
-                linear_loss(forward, run.rows(step, micro), *taken).backward()
-            if synced and not run.is_fused:
-                average(model)
-            run.note_backward(model, synced=synced)
+    hand. All but the last micro-batch of a step are under ``no_sync``. ``how``: further fields of
+    the loop."""
+
+    def average_if(model: nn.Module, synced: bool) -> None:
+        if synced and not run.is_fused:
+            average(model)
+
+    style: Style = "outside" if is_compiled else "as it is"
+    fields: dict[str, Any] = {"style": style, "no_sync": True, "moves": False, **how}
+    loop.train(run, model, before_note=average_if, **fields)
 
 
 def wrapped(run: Run, model: nn.Module, **options: Any) -> nn.Module:
@@ -100,31 +90,29 @@ def delayed_eager(run: Run) -> None:
 def delayed_options(run: Run) -> None:
     """Delayed reductions of ignored parameters, of parameters of several dtypes, and together with
     other options of DDP, which do not apply to them."""
-    model = run.mlp()
+    model = run.mlp(2)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
     ignored = delayed_in(run, model, "0.")
     train(run, ignored)
     run.note("ignored", model._ddp_params_and_buffers_to_ignore)
     dtypes = delayed_in(run, TwoDtypes(), "low.", "single.")
     train(run, dtypes)
-    train(run, delayed_in(run, run.mlp(), "2.", static_graph=True))
-    train(run, delayed_in(run, run.mlp(), "2.", find_unused_parameters=True))
+    train(run, delayed_in(run, run.mlp(2), "2.", static_graph=True))
+    train(run, delayed_in(run, run.mlp(2), "2.", find_unused_parameters=True))
     # Each rank has another weight if DDP broadcasts nothing.
-    model = run.mlp()
+    model = run.mlp(2)
     with torch.no_grad():
         model.get_parameter("0.weight").add_(dist.get_rank() if run.is_fused else 0)
-    made = delayed_in(run, model, "0.weight", init_sync=False)
-    train(run, made)
-    run.note_end(made)
+    train(run, delayed_in(run, model, "0.weight", init_sync=False))
 
 
 def delayed_unused(run: Run, **options: Any) -> None:
     """A delayed parameter that no rank uses, or only one rank, has zeros there; so has one without
     a hook. This holds in DDP too, which otherwise does not track unused parameters."""
-    takes = [("abc", "bc"), ("bc", "bc"), ("bc", "abc"), ("abc", "abc")]
+    takes = "abc/bc bc bc/abc abc"
     for hooked in ("a.weight", "first.weight"):
         model = delayed_in(run, Branching(outputs=OUTPUTS), "a.", hooked=hooked, **options)
-        train(run, model, *takes, steps=4)
+        train(run, model, takes=takes)
 
 
 class _Repeating(Exact, first=WIDTH, layer=WIDTH, last=OUTPUTS):

@@ -47,7 +47,7 @@ def uneven(
     run.note_end(joined)
 
 
-def _drop_zeros(ddp: nn.Module) -> None:
+def _drop_zeros(ddp: nn.Module, _: bool) -> None:
     """Drop gradients of zeros. Joined ranks of eager DDP report each parameter as used that any
     rank has used before: a parameter that no rank uses then has a gradient of zeros, and under the
     flag none."""

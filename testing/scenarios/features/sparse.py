@@ -64,7 +64,7 @@ def tables(
     """
     model = run.ddp(Tables(is_sparse=run.is_fused or not is_dense, **of_first), **ddp)
 
-    def note_rows(_: nn.Module) -> None:
+    def note_rows(_: nn.Module, __: bool) -> None:
         """Record which rows sparse gradients have: the same as eager DDP's, bitwise."""
         for name, parameter in model.named_parameters():
             gradient = parameter.grad

@@ -68,7 +68,7 @@ def wrapped_hook(run: Run, takes: str) -> None:
     """``fp16_compress_wrapper``. For a parameter that this rank did not use, eager DDP leaves the
     hook's result in the smaller dtype; under the flag, it has the parameter's dtype."""
 
-    def widen(ddp: nn.Module) -> None:
+    def widen(ddp: nn.Module, _: bool) -> None:
         for parameter in ddp.parameters():
             if not run.is_fused and parameter.grad is not None:
                 parameter.grad = parameter.grad.to(parameter.dtype)
