@@ -26,12 +26,12 @@ DEV = ["mkdocs>=1.6,<2", "mypy>=2.4,<2.5", "ruff>=0.17,<0.18", "types-setuptools
 
 
 def read_version() -> str:
-    """The version in fusion_passes/version.py.
+    """The version in fusion_passes/config.py.
 
     Raises:
         ValueError: the file has no line ``__version__ = "..."``.
     """
-    path = ROOT / "fusion_passes" / "version.py"
+    path = ROOT / "fusion_passes" / "config.py"
     match = re.search(r'^__version__ = "([^"]+)"$', path.read_text(), re.MULTILINE)
     if match is None:
         raise ValueError(f'{path} must have a line __version__ = "...", but has none. Add it.')

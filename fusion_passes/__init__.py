@@ -13,9 +13,10 @@ Importing the package adds ``ddp_fusion`` to ``torch._inductor.config``::
 for the report. ``python -m fusion_passes.explain SCRIPT`` does both for an unchanged script.
 """
 
-from fusion_passes.config import FusionConfig
+from fusion_passes.config import FusionConfig, __version__
 from fusion_passes.install.switch import install_flag
 from fusion_passes.reducer.rank_errors import RanksDisagreeError
+from fusion_passes.reducer.warnings import FusionWarning
 from fusion_passes.reporting.graphs import compile_log
 from fusion_passes.reporting.recording import Recording, record_steps
 from fusion_passes.reporting.records import (
@@ -29,8 +30,6 @@ from fusion_passes.reporting.report import report
 from fusion_passes.reporting.table import format_report
 from fusion_passes.reporting.timeline import Timeline
 from fusion_passes.sharded.checkpoints import full_optimizer_state_dict
-from fusion_passes.version import __version__
-from fusion_passes.warnings import FusionWarning
 
 __all__ = [
     "BucketReport",

@@ -1,8 +1,7 @@
-"""The flag ``torch._inductor.config.ddp_fusion`` and its options.
+"""The flag ``torch._inductor.config.ddp_fusion`` and its options, and the version of the package.
 
 The name of an option contains its unit. The docstring of :class:`FusionConfig` gives the default
-of each option and the reason for it. Nothing here imports torch, so a value can be checked
-anywhere, before anything is changed.
+of each option and the reason for it.
 """
 
 from __future__ import annotations
@@ -11,6 +10,11 @@ import math
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Final, Literal, TypeAlias, get_args
+
+from fusion_passes.torch_private import inductor_config
+
+__version__ = "0.1.0"
+"""The version of the package, which setup.py reads as text."""
 
 FusionMode: TypeAlias = Literal["concat", "coalesced", "auto"]
 ReduceMode: TypeAlias = Literal["concat", "coalesced"]
@@ -154,6 +158,11 @@ class FusionConfig:
         on; before that, none do."""
         is_registered = self.memory == "registered"
         return "bucket" if is_registered and self.scaling == "auto" else self.scaling
+
+
+def active_config() -> FusionConfig | None:
+    """The options that the flag has now, in this thread; ``None`` if fusion is off."""
+    return parse_flag(inductor_config.ddp_fusion)
 
 
 def parse_flag(value: object, option: str = OPTION) -> FusionConfig | None:

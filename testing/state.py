@@ -24,10 +24,12 @@ GLOBALS: Final = {
     "ddp.module._classes": Lifetime.MODULE,
     "ddp.module._count": Lifetime.GROUP,
     "ddp.own_reducer.own_reducers": Lifetime.MODULE,
-    "flag._flag_variable": Lifetime.PROCESS,
     "graph.identity.source_hash": Lifetime.PROCESS,
+    "install.flag._flag_variable": Lifetime.PROCESS,
     "install.switch._installation": Lifetime.PROCESS,
     "reducer.backward.reducers": Lifetime.MODULE,
+    "reducer.warnings._looked_at": Lifetime.PROCESS,
+    "reducer.warnings._warned": Lifetime.PROCESS,
     "reporting.modules.backward_counts": Lifetime.PROCESS,
     "reporting.graphs.compile_log": Lifetime.PROCESS,
     "reporting.modules._gone": Lifetime.PROCESS,
@@ -44,8 +46,6 @@ GLOBALS: Final = {
     "traced.backwards.traced_backwards": Lifetime.PROCESS,
     "traced.backwards.traced_modules": Lifetime.MODULE,
     "traced.fuse_pass._register_lowerings": Lifetime.PROCESS,
-    "warnings._looked_at": Lifetime.PROCESS,
-    "warnings._warned": Lifetime.PROCESS,
 }
 
 

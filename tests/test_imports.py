@@ -12,11 +12,7 @@ from typing import Final
 from tests.support.imports import FILES, PACKAGE, imported_names, is_private, names_of_torch
 
 TABLE: Final = (PACKAGE.parent / "docs" / "architecture.md").read_text()
-ROOMS: Final = [
-    "version",
-    *re.findall(r"^\| `fusion_passes/(\w+)", TABLE, re.MULTILINE),
-    "__init__",
-]
+ROOMS: Final = [*re.findall(r"^\| `fusion_passes/(\w+)", TABLE, re.MULTILINE), "__init__"]
 """Each room imports only from rooms before it."""
 
 CORE: Final = ("graph", "layout", "reducer", "stored", "ddp")

@@ -26,7 +26,6 @@ WITH_PARTS: Final = (
     "reporting",
     "traced/backwards.py",
     "tuning",
-    "warnings.py",
 )
 """Rooms and files that also return and keep strings that become a part of a message, or a reason in
 the report."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes.config import OPTION, FusionConfig
+from fusion_passes.config import OPTION, FusionConfig, __version__
 from fusion_passes.ddp.forward import prepare_forward
 from fusion_passes.ddp.gloo_exit import pause_at_exit, pause_without_groups
 from fusion_passes.graph.collectives import all_reduce
@@ -21,10 +21,9 @@ from fusion_passes.layout.caps import BucketCaps, bucket_caps, default_caps, giv
 from fusion_passes.layout.layout import GradientKind, Layout, ParameterNumber
 from fusion_passes.reducer.averaged_module import STATE, AveragedModule, State
 from fusion_passes.reducer.backward import reducers
-from fusion_passes.reducer.communication import AllReduce
+from fusion_passes.reducer.communication import REDUCE_DTYPE_OF, AllReduce
 from fusion_passes.reducer.parameters import Parameters
 from fusion_passes.reducer.reducer import REDUCER, Reducer, reducer_of
-from fusion_passes.reducer.scaling import REDUCE_DTYPE_OF
 from fusion_passes.reducer.used_parameters import used_parameters
 from fusion_passes.torch_private.autograd import gradient_dtype, has_hooks
 from fusion_passes.torch_private.ddp import (
@@ -35,7 +34,6 @@ from fusion_passes.torch_private.ddp import (
 )
 from fusion_passes.torch_private.process_groups import backend_name
 from fusion_passes.torch_private.registered_memory import why_not_registered
-from fusion_passes.version import __version__
 
 
 def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig, label: str) -> None:
@@ -78,7 +76,7 @@ def attach_reducer(ddp: DistributedDataParallel, config: FusionConfig, label: st
     ref = weakref.ref(reducer)
     try:
         for n in parameters.kinds:
-            name = f"{name_in_graphs(reducer)}#{n}"
+            name = f"{module.name_in_graphs}#{n}"
             awaited = reducer.hooks.awaited
             hook = functools.partial(
                 _accumulated, ref, n, parameters.all[n], name, group.size(), awaited
@@ -125,12 +123,6 @@ def reduce_in_graph(parameter: nn.Parameter, name: str, world_size: int) -> None
     while Dynamo traces a backward."""
     assert parameter.grad is not None, "it has been accumulated"
     parameter.grad.copy_(all_reduce(parameter.grad / world_size, "sum", name))
-
-
-def name_in_graphs(reducer: Reducer) -> str:
-    """The name of a module's process group in traced graphs, without the parameter's number."""
-    module = reducer.module
-    return f"{module.group.group_name}/{module.label.partition(' (')[0].replace(' ', '').lower()}"
 
 
 def detach_reducer(reducer: Reducer) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes.config import FusionConfig
+from fusion_passes.config import FusionConfig, active_config
 from fusion_passes.ddp.attachment import (
     attach_reducer,
     detach_reducer,
@@ -34,7 +34,6 @@ from fusion_passes.ddp.forward import (
 )
 from fusion_passes.ddp.own_reducer import refuse_if_sharded, warn_own_reducer
 from fusion_passes.ddp.tensor_parallel import make_dtensors_when_read
-from fusion_passes.flag import active_config
 from fusion_passes.reducer.averaged_module import STATE, State
 from fusion_passes.reducer.backward import note_of_other_rank, reducers
 from fusion_passes.reducer.communication import SENT_AS, AllReduce, name_of_hook

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fusion_passes.ddp.tensor_parallel import check_dtensors
 from fusion_passes.reducer.hooks import refuse_optimizer
 from fusion_passes.reducer.reducer import reducer_of
-from fusion_passes.warnings import warn_once
+from fusion_passes.reducer.warnings import warn_once
 
 own_reducers: Final = weakref.WeakSet[DistributedDataParallel]()
 """The modules that DDP's own reducer trains, though they were constructed under the flag."""

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Final
 
 from fusion_passes.torch_private.inductor import donates_buffers
-from fusion_passes.version import __version__
 
 
 def pass_identity(*read: object) -> str:
     """The identity of a pass, for the key of the FX graph cache. ``read``: everything that the pass
     reads besides the graph and this package. It includes whether a backward may overwrite buffers
     that its forward saved, because that key does not (torch 2.11 to 2.14)."""
-    state = [__version__, source_hash(), donates_buffers(), *read]
+    state = [source_hash(), donates_buffers(), *read]
     return hashlib.sha256(repr(state).encode()).hexdigest()
 
 
@@ -25,15 +24,14 @@ SHAPING: Final = (
     "graph/*.py",
     "layout/*.py",
     "reducer/communication.py",
-    "reducer/operators.py",
-    "reducer/scaling.py",
     "sharded/overlap.py",
     "stored/*.py",
     "torch_private/*.py",
     "traced/*.py",
 )
 """The files that decide what graphs and generated code look like: all that the passes and the
-lowerings import, down to the operators by which a graph calls reducers."""
+lowerings import, down to the operators by which a graph calls reducers. The version of the package
+is in ``config.py``."""
 
 UNREAD: Final = re.compile(rb'^ *"""[\s\S]*?"""|(?:^ *|  )#.*', re.MULTILINE)
 """Docstrings and comments, in code that ruff has formatted."""

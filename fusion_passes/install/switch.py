@@ -14,11 +14,17 @@ from typing import Any, Final, cast
 
 import torch
 
-from fusion_passes.config import FusionConfig
-from fusion_passes.flag import active_config, add_flag
+from fusion_passes.config import FusionConfig, active_config
+from fusion_passes.ddp.constructor import construct, enter_forward
 from fusion_passes.install.compiles import compile_graph
-from fusion_passes.install.constructor import construct, enter_forward
+from fusion_passes.install.flag import add_flag
 from fusion_passes.reducer.backward import Slices, reducers, register_on_node
+from fusion_passes.reducer.warnings import (
+    warn_not_reduced,
+    warn_once,
+    warn_rounded,
+    warn_stays_local,
+)
 from fusion_passes.reporting.modules import backward_counts, report_when_freed
 from fusion_passes.sharded import checkpoints
 from fusion_passes.sharded.modules import before_backward, shard
@@ -42,12 +48,6 @@ from fusion_passes.torch_private.autograd import HOOKS_ON_NODES
 from fusion_passes.torch_private.inductor import WITHOUT_TORCHS_FUSION
 from fusion_passes.traced.backwards import traced_backwards
 from fusion_passes.tuning.tuner import learn_layout
-from fusion_passes.warnings import (
-    warn_not_reduced,
-    warn_once,
-    warn_rounded,
-    warn_stays_local,
-)
 
 _DDP: Final = "torch.nn.parallel.DistributedDataParallel"
 

@@ -68,6 +68,11 @@ class AveragedModule:
         return self._ddp()
 
     @property
+    def name_in_graphs(self) -> str:
+        """The name of its process group in traced graphs, without the parameter's number."""
+        return f"{self.group.group_name}/{self.label.partition(' (')[0].replace(' ', '').lower()}"
+
+    @property
     def state(self) -> State:
         ddp = self._ddp()
         return State.IDLE if ddp is None else getattr(ddp, STATE)

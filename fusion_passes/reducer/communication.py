@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from fusion_passes.config import ScalingOption
+from fusion_passes.config import ReduceDtype, ScalingOption
 from fusion_passes.layout.layout import Bucket, BucketIndex, ParameterNumber
-from fusion_passes.reducer.scaling import collective_averages, smaller_dtype
 from fusion_passes.torch_private.autograd import version_of_tensor
 from fusion_passes.torch_private.ddp import BuiltinCommHookType
 from fusion_passes.torch_private.process_groups import (
@@ -115,7 +114,9 @@ class AllReduce(Communication):
         return "collective" if self.averages(dtype) else "bucket"
 
     def sent_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return smaller_dtype(dtype, self.dtype).to_real()
+        if self.dtype is None or not dtype.is_floating_point:
+            return dtype.to_real()
+        return self.dtype if dtype.itemsize > self.dtype.itemsize else dtype
 
     def averages(self, dtype: torch.dtype) -> bool:
         """Whether the collective averages gradients of this dtype, if all ranks have inputs;
@@ -165,6 +166,41 @@ def average_sparse(group: Any, gradient: Tensor, divisor: float, name: str = "")
             wait = begin_all_reduce(group, rows, dist.ReduceOp.SUM)
         wait()
     return rows.to_dense() if is_dense else rows
+
+
+# --- Dtypes and scaling --------------------------------------------------------------------------
+
+REDUCE_DTYPE_OF: Final[Mapping[ReduceDtype | None, torch.dtype | None]] = MappingProxyType(
+    {
+        None: None,
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+    }
+)
+"""The dtype for each value of the option ``reduce_dtype``; ``None``: the gradients' own."""
+
+_WIDE_RANGE: Final = (torch.float32, torch.float64, torch.bfloat16)
+"""Dtypes in which a sum over all ranks is far from overflow. In fp16 it is not, so fp16 gradients
+are divided before they are summed, as in eager DDP."""
+
+_AVERAGING: Final = ("nccl", "gloo")
+"""Backends whose all-reduce averages, so that the package launches no kernel for it. NCCL
+multiplies by 1/n, rounded to the gradients' dtype, while it reads the gradients, which costs
+nothing (``hostToDevRedOp``, read in 2.27.3 to 2.30.7). Gloo divides after the sum, in its own
+thread. That takes about as long as a pass over the bucket before the launch (docs/buckets.md), but
+does not delay the launch."""
+
+
+def collective_averages(
+    backend: str, dtype: torch.dtype, world_size: int, scaling: ScalingOption
+) -> bool:
+    """Whether the collective itself averages gradients that are sent in this (real) dtype. If the
+    number of ranks is no power of two, NCCL averages bf16 only if the user asks for it: 1/n has no
+    more than 8 bits there, so all averages are off by one common factor, up to 0.2 %."""
+    if scaling == "bucket" or backend not in _AVERAGING or dtype not in _WIDE_RANGE:
+        return False
+    is_exact = world_size.bit_count() == 1
+    return scaling == "collective" or backend != "nccl" or dtype != torch.bfloat16 or is_exact
 
 
 # --- Communication hooks -------------------------------------------------------------------------

@@ -10,14 +10,13 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from fusion_passes.flag import active_config
+from fusion_passes.config import __version__, active_config
+from fusion_passes.reducer.warnings import warnings_so_far
 from fusion_passes.reporting.graphs import compile_log, one_for_each_plan
 from fusion_passes.reporting.modules import backward_counts, module_reports
 from fusion_passes.reporting.recording import last_recording
 from fusion_passes.reporting.records import SCHEMA, BucketReport, ModuleReport, Report, Totals
 from fusion_passes.reporting.timeline import BucketTimes, StepTimes, Timeline
-from fusion_passes.version import __version__
-from fusion_passes.warnings import warnings_so_far
 
 
 def report() -> Report:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
+from fusion_passes.reducer.warnings import named
 from fusion_passes.reporting.records import (
     BackwardReport,
     BucketReport,
@@ -17,7 +18,6 @@ from fusion_passes.reporting.records import (
     SentParameters,
     Totals,
 )
-from fusion_passes.warnings import named
 
 SCALED: Final = MappingProxyType(
     {

@@ -14,8 +14,8 @@ from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.parameters import Parameters
 from fusion_passes.reducer.reducer import Reducer
+from fusion_passes.reducer.warnings import named, warn_once
 from fusion_passes.sharded.reduction import ReduceToOwners
-from fusion_passes.warnings import named, warn_once
 
 
 def shard(

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusion_passes.layout.layout import Bucket, ParameterNumber, Piece
-from fusion_passes.reducer.communication import AllReduce, Wait
+from fusion_passes.reducer.communication import AllReduce, Wait, collective_averages
 from fusion_passes.reducer.parameters import Parameters
-from fusion_passes.reducer.scaling import collective_averages
 from fusion_passes.torch_private.autograd import version_of_tensor
 from fusion_passes.torch_private.process_groups import GRADIENTS, begin_exchange, begin_reduces
 from fusion_passes.torch_private.profiling import range_in_profile

@@ -18,10 +18,10 @@ from torch.optim.optimizer import (
 
 from fusion_passes.layout.layout import ParameterNumber
 from fusion_passes.reducer.reducer import Reducer
+from fusion_passes.reducer.warnings import warn_once
 from fusion_passes.sharded.modules import note_thread, refuse, refuse_after_failed_step, sharded
 from fusion_passes.sharded.reduction import ReduceToOwners
 from fusion_passes.sharded.sends import on_the_way
-from fusion_passes.warnings import warn_once
 
 
 def held_by(optimizer: Any) -> list[tuple[Reducer, ReduceToOwners, list[ParameterNumber]]]:

@@ -4,17 +4,17 @@ returns the memory, and the gradients' own kernels write into it: see
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeAlias, cast
+from collections.abc import Sequence
+from typing import Any, Final, cast
 
 import torch
 from torch import fx
 
 from fusion_passes.graph.custom_ops import STORE, split_strides
 from fusion_passes.layout.layout import InputPosition, Offset
-from fusion_passes.reducer.operators import BUCKET, MARK_READY, STORE_GRADIENTS
 from fusion_passes.stored.flat_buffer import FlatBuffer
 from fusion_passes.stored.obstacles import may_be_bound_anew
+from fusion_passes.stored.operators import BUCKET, MARK_READY, STORE_GRADIENTS
 from fusion_passes.torch_private.inductor import (
     give_as_code_is_written,
     graph_lowering,
@@ -28,45 +28,11 @@ from fusion_passes.torch_private.inductor import (
 
 OWN_TENSOR: Final = "Inductor's mix-order reduction may return it in a new tensor"
 
-OnStored: TypeAlias = Callable[[Sequence[InputPosition], Mapping[int, str]], None]
-"""Called with the positions of a piece's parameters, and with the reason for each gradient that is
-copied, by the index of the gradient in the piece."""
 
-
-def register_store_lowerings(on_stored: OnStored = lambda _, __: None) -> None:
-    """Register Inductor lowerings of the operators of :mod:`fusion_passes.reducer.operators`, and
-    call ``on_stored`` for each piece that is lowered."""
-
-    def lower_store(
-        bucket: Any,
-        gradients: Sequence[Any],
-        offsets: Sequence[Offset],
-        strides: Sequence[int],
-        positions: Sequence[InputPosition],
-    ) -> None:
-        bucket.realize()
-        nodes: list[fx.Node] = graph_lowering().current_node.args[1]
-        buffer = _ReducerBuffer(bucket, nodes, gradients)
-        places = split_strides([node.meta["val"] for node in nodes], strides)
-        copied = buffer.fill(list(zip(offsets, places, strict=True)))
-        on_stored(positions, copied)
-        arguments: list[Any] = [list(positions)]
-        sums = buffer.sums
-        if reported := [*copied, *sums]:
-            # A graph from a cache is not lowered again, so it reports its copies when it runs.
-            arguments += [[positions[number] for number in reported], ""]
-        marked = buffer.call_behind(MARK_READY, *arguments)
-        buffer.return_written(graph_lowering().current_node.args[0], offsets)
-
-        def why() -> str:
-            of_sums = ["" if is_fused_away(name) else OWN_TENSOR for name in sums.values()]
-            return "|".join([*copied.values(), *of_sums])
-
-        if reported:
-            give_as_code_is_written(marked, why)
-
+def register_store_lowerings() -> None:
+    """Register Inductor lowerings of the operators of :mod:`fusion_passes.stored.operators`."""
     register_lowering(BUCKET, _lower_bucket)
-    register_lowering(STORE_GRADIENTS, lower_store)
+    register_lowering(STORE_GRADIENTS, _lower_store)
 
 
 def _lower_bucket(
@@ -79,6 +45,34 @@ def _lower_bucket(
     ir = inductor_ir()
     made = ir.FallbackKernel.create(BUCKET, list(positions), list(offsets), numel, dtype, device)
     return made if isinstance(made, ir.TensorBox) else ir.TensorBox.create(made)
+
+
+def _lower_store(
+    bucket: Any,
+    gradients: Sequence[Any],
+    offsets: Sequence[Offset],
+    strides: Sequence[int],
+    positions: Sequence[InputPosition],
+) -> None:
+    bucket.realize()
+    nodes: list[fx.Node] = graph_lowering().current_node.args[1]
+    buffer = _ReducerBuffer(bucket, nodes, gradients)
+    places = split_strides([node.meta["val"] for node in nodes], strides)
+    copied = buffer.fill(list(zip(offsets, places, strict=True)))
+    arguments: list[Any] = [list(positions)]
+    sums = buffer.sums
+    if reported := [*copied, *sums]:
+        # A graph from a cache is not lowered again, so it reports its copies when it runs.
+        arguments += [[positions[number] for number in reported], ""]
+    marked = buffer.call_behind(MARK_READY, *arguments)
+    buffer.return_written(graph_lowering().current_node.args[0], offsets)
+
+    def why() -> str:
+        of_sums = ["" if is_fused_away(name) else OWN_TENSOR for name in sums.values()]
+        return "|".join([*copied.values(), *of_sums])
+
+    if reported:
+        give_as_code_is_written(marked, why)
 
 
 class _ReducerBuffer(FlatBuffer):

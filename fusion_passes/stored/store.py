@@ -14,7 +14,7 @@ from fusion_passes.graph.collectives import is_launch
 from fusion_passes.graph.edits import pin, record
 from fusion_passes.graph.families import is_library_kernel
 from fusion_passes.layout.caps import BucketCaps
-from fusion_passes.reducer.operators import BUCKET, STORE_GRADIENTS
+from fusion_passes.stored.operators import BUCKET, STORE_GRADIENTS
 from fusion_passes.stored.pieces import StoredInput, StoredPiece, plan_pieces
 from fusion_passes.torch_private.inductor import set_output_strides
 

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, fx
 
 from fusion_passes.config import FusionConfig
-from fusion_passes.ddp.attachment import name_in_graphs
 from fusion_passes.layout.layout import ParameterNumber
 from fusion_passes.reducer.backward import RunningBackward, reducers
 from fusion_passes.reducer.communication import AllReduce
 from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.reducer.walk import Walker
+from fusion_passes.reducer.warnings import warn_once
 from fusion_passes.torch_private.dynamo import (
     clear_backward_cache,
     in_one_graph,
@@ -47,7 +47,6 @@ from fusion_passes.torch_private.process_groups import (
 )
 from fusion_passes.traced.buckets import ModuleBuckets
 from fusion_passes.traced.owners import Owner
-from fusion_passes.warnings import warn_once
 
 FIRST: Final = "it is the first averaged backward, whose gradient order the buckets are rebuilt in"
 
@@ -166,7 +165,7 @@ class TracedBackwards:
         run.why_untraced = self._why_untraced(run) if is_asked else ""
         if is_asked and not run.why_untraced:
             for reducer in modules:
-                traced_modules.note(name_in_graphs(reducer), reducer)
+                traced_modules.note(reducer.module.name_in_graphs, reducer)
             with self._capturing:
                 self._run = run
                 try:

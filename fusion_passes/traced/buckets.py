@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fusion_passes.graph.collectives import group_name_of
-from fusion_passes.graph.families import stores_unscaled
+from fusion_passes.graph.families import VIEWS, stores_unscaled
 from fusion_passes.graph.text import dtype_name
 from fusion_passes.layout.layout import Piece
 from fusion_passes.reducer.communication import AllReduce
@@ -29,7 +29,6 @@ from fusion_passes.traced.find import (
     Rejection,
 )
 from fusion_passes.traced.place import Placement
-from fusion_passes.traced.producers import source_of
 
 ScalingMethod: TypeAlias = Literal["none", "collective", "store", "bucket", "result"]
 """Where the gradients of a bucket are scaled.
@@ -202,11 +201,18 @@ def _of_module(reductions: Sequence[GradientReduction], of: ModuleBuckets) -> li
             raise CannotLaunchError(
                 f"gradients in a bucket of {owner.module} differ in dtype, device or divisor"
             )
-        folds = not any(stores_unscaled(source_of(member).node) for member in members)
+        folds = not any(stores_unscaled(_behind_views(member.gradient)) for member in members)
         sent_as = of.communication.sent_dtype(key.dtype)
         scaling = choose_scaling(key, of.communication, folds=folds)
         buckets.append(TracedBucket(key, members, sent_as, scaling, ready))
     return buckets
+
+
+def _behind_views(gradient: fx.Node) -> fx.Node:
+    """The node whose kernel computes a gradient: the gradient may be a view of its result."""
+    while gradient.target in VIEWS:
+        gradient = gradient.all_input_nodes[0]
+    return gradient
 
 
 def _check_writes(graph: fx.Graph, buckets: Sequence[TracedBucket]) -> None:

@@ -7,12 +7,13 @@ import itertools
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fusion_passes.graph.collectives import all_reduce
 from fusion_passes.graph.custom_ops import PACK, WIDEN
+from fusion_passes.graph.families import CASTS
 from fusion_passes.traced.buckets import TracedBucket
-from fusion_passes.traced.producers import source_of
+from fusion_passes.traced.find import GradientReduction
 from fusion_passes.traced.rewrite import FuseBuckets, Replacement
 
 
@@ -48,14 +49,22 @@ class FuseByConcat(FuseBuckets):
     def replacement_for(self, index: int, bucket: TracedBucket) -> Replacement:
         is_cast = bucket.reduce_dtype != bucket.key.dtype and bucket.scaling.method != "store"
         sent_as = bucket.reduce_dtype if is_cast else None
-        sources = [source_of(member, sent_as) for member in bucket.members]
-        strides, label = [source.strides for source in sources], f"{self.label}:{index}"
-        return [s.node for s in sources], functools.partial(_reduce, bucket, strides, label)
+        stored = [_before_cast(member, sent_as) for member in bucket.members]
+        return stored, functools.partial(_reduce, bucket, f"{self.label}:{index}")
 
 
-def _reduce(
-    bucket: TracedBucket, strides: list[tuple[int, ...]], label: str, gradients: list[Tensor]
-) -> list[Tensor]:
+def _before_cast(member: GradientReduction, sent_as: torch.dtype | None) -> fx.Node:
+    """The node that a bucket in the dtype ``sent_as`` stores: the gradient, or the node that it is
+    cast from, if that has the dtype already and only the cast and the reduction read the two."""
+    node = member.gradient
+    if node.target not in CASTS or any(user not in member.nodes for user in node.users):
+        return node
+    (source,) = node.all_input_nodes
+    is_sent_so = source.meta["val"].dtype == sent_as and len(source.users) == 1
+    return source if is_sent_so else node
+
+
+def _reduce(bucket: TracedBucket, label: str, gradients: list[Tensor]) -> list[Tensor]:
     """Pack and reduce a bucket; return the averaged gradients, as views of one buffer."""
     key, scaling = bucket.key, bucket.scaling
     # In the order of the layout and without gaps, as the reducers of other ranks have them.
@@ -64,7 +73,7 @@ def _reduce(
     reduced = PACK(
         [gradients[index] for index in filled],
         [offsets[index] for index in filled],
-        [stride for index in filled for stride in strides[index]],
+        [stride for index in filled for stride in bucket.members[index].strides],
         bucket.reduce_dtype,
         scaling.before,
         scaling.method == "bucket",

@@ -20,8 +20,8 @@ from fusion_passes.traced.find import GradientReduction
 from fusion_passes.traced.verify import GraphFacts, GraphPass
 
 Replacement: TypeAlias = tuple[Sequence[fx.Node], Callable[[list[Tensor]], list[Tensor]]]
-"""What takes the place of a bucket's reductions: a node for each member (its gradient, or a node
-that the gradient is a view or cast of), and tensor code that takes the values of these nodes and
+"""What takes the place of a bucket's reductions: a node for each member (its gradient, or the node
+that the gradient is a cast of), and tensor code that takes the values of these nodes and
 returns the reduced gradients."""
 
 
@@ -72,12 +72,8 @@ class FuseBuckets(GraphPass):
 
 def _erase_reduction(member: GradientReduction) -> None:
     erase(member.nodes)
-    node = member.gradient
-    while not node.users and len(node.all_input_nodes) == 1:
-        # A view or cast that the new nodes do not read: they read its input.
-        source = node.all_input_nodes[0]
-        erase([node])
-        node = source
+    if not member.gradient.users:  # A cast that the new nodes do not read: they read its input.
+        erase([member.gradient])
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

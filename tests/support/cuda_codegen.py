@@ -28,7 +28,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fusion_passes.config import FusionConfig
 from fusion_passes.layout.caps import BucketCaps
 from fusion_passes.layout.layout import InputPosition
-from fusion_passes.reducer.scaling import REDUCE_DTYPE_OF
+from fusion_passes.reducer.communication import REDUCE_DTYPE_OF
+from fusion_passes.stored.flat_buffer import FlatBuffer
 from fusion_passes.stored.lowering import register_store_lowerings
 from fusion_passes.stored.pieces import StoredInput
 from fusion_passes.stored.store import StoreGradients
@@ -142,11 +143,19 @@ def _generate(
     import torch._inductor.config as inductor_config
 
     copies: list[Mapping[int, str]] = []
-    register_lowerings(lambda _, reasons: copies.append(dict(reasons)))
-    register_store_lowerings(lambda _, reasons: copies.append(dict(reasons)))
+    fill = FlatBuffer.fill
+
+    def fill_and_note(buffer: FlatBuffer, places: Any) -> dict[int, str]:
+        reasons = fill(buffer, places)
+        copies.append(dict(reasons))
+        return reasons
+
+    register_lowerings(lambda _, __: None)
+    register_store_lowerings()
     # Nothing is launched, and choices of an earlier graph must not come from a cache.
     settings = {"use_static_triton_launcher": False, "autotune_local_cache": False, **settings}
-    with fake_world(), inductor_config.patch(settings):
+    noting = mock.patch.object(FlatBuffer, "fill", fill_and_note)
+    with noting, fake_world(), inductor_config.patch(settings):
         module, mode = _trace_on_card(function, inputs)
         with _on_h100(), _autotuned(fastest):
             code = _lower(module, mode)

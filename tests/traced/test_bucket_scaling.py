@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from fusion_passes.config import ScalingOption
-from fusion_passes.reducer.communication import AllReduce
-from fusion_passes.reducer.scaling import collective_averages
+from fusion_passes.reducer.communication import AllReduce, collective_averages
 from fusion_passes.traced.buckets import BucketScaling
 from tests.support import graphs
 from tests.support.graphs import plan_of, reduce, tensor, trace
@@ -65,6 +64,16 @@ def test_a_sum_into_rows_cannot_divide_what_it_has_stored() -> None:
 
     inputs = [tensor(2, 2), tensor(4), tensor(2, dtype=torch.int64)]
     (bucket,) = plan_of(trace(backward, inputs).graph, scaling="bucket").buckets
+    assert bucket.scaling.method == "bucket"
+
+
+def test_a_product_cannot_divide_what_it_has_stored_for_a_view_of_it() -> None:
+    def backward(x, y):
+        product = torch.ops.aten.permute.default(torch.mm(x, y), [1, 0])
+        return reduce(torch.reshape(product.unsqueeze(0), [3, 2]), "a"), reduce(y, "b")
+
+    graph = trace(backward, [tensor(2, 5), tensor(5, 3)]).graph
+    (bucket,) = plan_of(graph, scaling="bucket").buckets
     assert bucket.scaling.method == "bucket"
 
 

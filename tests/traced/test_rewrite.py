@@ -99,6 +99,29 @@ return (as_strided_default, as_strided_default_1)
     )
 
 
+def test_a_cast_from_another_dtype_or_with_another_reader_stays() -> None:
+    def backward(x):
+        return reduce(cast(torch.neg(x), torch.float32), "a")
+
+    def other_reads_cast(x):
+        wide = cast(torch.neg(x), torch.float32)
+        return reduce(wide, "a"), torch.abs(wide)
+
+    def other_reads_source(x):
+        narrow = torch.neg(x)
+        return reduce(cast(narrow, torch.float32), "a"), torch.abs(narrow)
+
+    def packed(function: Backward, sent_as: torch.dtype) -> bool:
+        """Whether the bucket holds the gradient as it is after the cast."""
+        text = check(function, [tensor(4, dtype=torch.bfloat16)], concat(reduce_dtype=sent_as))
+        return "pack([convert_element_type]" in text
+
+    assert not packed(backward, torch.bfloat16)
+    assert packed(backward, torch.float16)
+    assert packed(other_reads_cast, torch.bfloat16)
+    assert packed(other_reads_source, torch.bfloat16)
+
+
 def test_scalars_and_empty_gradients_have_their_piece() -> None:
     def backward(x, y, z):
         return reduce(x, "scalar"), reduce(y, "empty"), reduce(z, "c")

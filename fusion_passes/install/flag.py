@@ -8,8 +8,8 @@ from collections.abc import Callable
 from contextvars import ContextVar, Token
 from typing import Any, Final
 
-from fusion_passes.config import ENVIRONMENT_VARIABLE, FusionConfig, parse_environment, parse_flag
-from fusion_passes.torch_private import UNSET, ConfigDefinition, ConfigEntry, inductor_config
+from fusion_passes.config import ENVIRONMENT_VARIABLE, parse_environment, parse_flag
+from fusion_passes.torch_private import UNSET, ConfigDefinition, ConfigEntry
 from fusion_passes.torch_private.autograd import backward_id
 from fusion_passes.torch_private.dynamo import is_compiling_graph
 from fusion_passes.torch_private.inductor import inductor_entries
@@ -95,8 +95,3 @@ def add_flag(on_change: Callable[[], None], on_option: Callable[[], None]) -> No
     entries[FLAG] = entry
     _flag_variable.on_change, _flag_variable.on_option = on_change, on_option
     on_change()
-
-
-def active_config() -> FusionConfig | None:
-    """The options that the flag has now, in this thread; ``None`` if fusion is off."""
-    return parse_flag(getattr(inductor_config, FLAG))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_passes.config import FusionConfig
+from fusion_passes.config import FusionConfig, active_config
 from fusion_passes.ddp.attachment import undo_attachment
 from fusion_passes.ddp.module import manage_by_reducer
 from fusion_passes.ddp.own_reducer import (
@@ -20,13 +20,12 @@ from fusion_passes.ddp.own_reducer import (
     own_reducers,
     warn_without_effect,
 )
-from fusion_passes.flag import FLAG, active_config
 from fusion_passes.layout.caps import mib_to_bytes
+from fusion_passes.reducer.warnings import warn_once
 from fusion_passes.torch_private import inductor_config
 from fusion_passes.torch_private.ddp import delayed_parameters, none_ignored
 from fusion_passes.torch_private.dynamo import dynamo_config, trace_rules
 from fusion_passes.torch_private.inductor import torch_fuses_ddp, without_torchs_ddp_fusion
-from fusion_passes.warnings import warn_once
 
 
 def construct(
@@ -172,7 +171,7 @@ def _check_reducer_mode() -> None:
     if mode not in (True, "python_reducer"):
         raise ValueError(
             f"torch._dynamo.config.optimize_ddp = {mode!r} contradicts "
-            f"torch._inductor.config.ddp_fusion = {getattr(inductor_config, FLAG)!r}: the fusion "
+            f"torch._inductor.config.ddp_fusion = {inductor_config.ddp_fusion!r}: the fusion "
             "needs DDP's Python reducer, which it enables itself. Leave optimize_ddp at its "
             "default, or set ddp_fusion = None."
         )
