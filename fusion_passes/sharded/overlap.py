@@ -20,6 +20,7 @@ from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.sharded.sends import name_of, on_the_way
 from fusion_passes.torch_private import CustomGraphPass
 from fusion_passes.torch_private.autograd import is_tensor_subclass
+from fusion_passes.torch_private.inductor import is_aot_backward
 
 _ALIGNMENT: Final = 16
 """Bytes. On an accelerator, a graph copies inputs with other addresses before it runs."""
@@ -89,7 +90,8 @@ class _Forward:
 def _forward_of(kind: type[nn.Module], name: str) -> Callable[..., Any]:
     @functools.wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_exporting():
+        # While Dynamo traces, is_exporting() is always true in torch 2.11.
+        if torch.compiler.is_dynamo_compiling() or not torch.compiler.is_exporting():
             WAIT_FOR_MODULE(name)
         return type(self).forward(self, *args, **kwargs)
 
@@ -207,6 +209,10 @@ class WaitForParameters(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         marks = graph.find_nodes(op="call_function", target=WAIT_FOR_MODULE)
         if not marks:
+            return
+        if is_aot_backward(graph):  # Torch 2.11 puts the mark into both graphs.
+            for mark in marks:
+                graph.erase_node(mark)
             return
         nodes = list(graph.nodes)
         unread = self._parameters_of(graph)

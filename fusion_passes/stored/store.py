@@ -16,7 +16,7 @@ from fusion_passes.graph.families import is_library_kernel
 from fusion_passes.layout.caps import BucketCaps
 from fusion_passes.stored.operators import BUCKET, STORE_GRADIENTS
 from fusion_passes.stored.pieces import StoredInput, StoredPiece, plan_pieces
-from fusion_passes.torch_private.inductor import set_output_strides
+from fusion_passes.torch_private.inductor import is_aot_backward, set_output_strides
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class StoreGradients:
     def __call__(self, graph: fx.Graph) -> bool:
         output = graph.output_node()
         gradients: list[Any] = list(output.args[0])  # type: ignore[arg-type]
-        if not _is_aot_backward(graph) or len(gradients) != self.num_inputs:
+        if not is_aot_backward(graph) or len(gradients) != self.num_inputs:
             # The numbers differ if AOTAutograd has replaced several inputs that share memory and
             # are mutated by one (a synthetic base), which renumbers all inputs. Nothing else
             # renumbers inputs that are not tensor subclasses (torch 2.13).
@@ -90,12 +90,6 @@ class StoreGradients:
     def identity(self) -> str:
         """A hash of all that the pass reads besides the graph, for the key of a cached graph."""
         return hashlib.sha256(repr(self).encode()).hexdigest()
-
-
-def _is_aot_backward(graph: fx.Graph) -> bool:
-    """Whether the graph is the backward that AOTAutograd made with a forward."""
-    # AOTAutograd's partitioner names the gradients of the outputs like this (torch 2.11 to 2.15).
-    return any(node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder"))
 
 
 def _can_be_stored(node: object, item: StoredInput) -> bool:

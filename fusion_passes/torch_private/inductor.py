@@ -48,6 +48,12 @@ def run_observed(
     return observer.apply_graph_pass(run)
 
 
+def is_aot_backward(graph: torch.fx.Graph) -> bool:
+    """Whether the graph is the backward that AOTAutograd made with a forward."""
+    # AOTAutograd's partitioner names the gradients of the outputs like this (torch 2.11 to 2.15).
+    return any(node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder"))
+
+
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Write a text artifact for ``tlparse``, if a trace is being written (``TORCH_TRACE``)."""
     from torch._logging import trace_structured
