@@ -4,6 +4,7 @@ returns the memory, and the gradients' own kernels write into it: see
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias, cast
 
@@ -50,7 +51,7 @@ def register_store_lowerings(on_stored: OnStored = lambda _, __: None) -> None:
         places = split_strides([node.meta["val"] for node in nodes], strides)
         copied = buffer.fill(list(zip(offsets, places, strict=True)))
         on_stored(positions, copied)
-        arguments: list[Any] = [list(positions)]
+        arguments: list[Any] = [json.dumps(list(positions))]
         sums = buffer.sums
         if reported := [*copied, *sums]:
             # A graph from a cache is not lowered again, so it reports its copies when it runs.
@@ -70,14 +71,10 @@ def register_store_lowerings(on_stored: OnStored = lambda _, __: None) -> None:
 
 
 def _lower_bucket(
-    positions: Sequence[InputPosition],
-    offsets: Sequence[Offset],
-    numel: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    positions: str, offsets: str, numel: int, dtype: torch.dtype, device: torch.device
 ) -> Any:
     ir = inductor_ir()
-    made = ir.FallbackKernel.create(BUCKET, list(positions), list(offsets), numel, dtype, device)
+    made = ir.FallbackKernel.create(BUCKET, positions, offsets, numel, dtype, device)
     return made if isinstance(made, ir.TensorBox) else ir.TensorBox.create(made)
 
 
