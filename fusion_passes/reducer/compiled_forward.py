@@ -115,10 +115,14 @@ class CompiledForward:
     def accumulates(self) -> bool:
         """Whether the backward that runs the node of this forward accumulates the final gradients
         in ``.grad``. A node can run twice: in the backward that was walked, and in a nested one,
-        when a hook calls ``torch.autograd.grad``. The nested backward returns its gradients."""
+        when a hook calls ``torch.autograd.grad``. The nested backward returns its gradients.
+
+        One gradient tells for all, since torch takes a microsecond for each: a nested backward that
+        accumulates only some (``inputs``) is refused in any case, because the backward that was
+        walked accumulates them again."""
         backward = backward_id()
         if backward not in self._accumulates:
-            self._accumulates[backward] = accumulates_in(self.destinations.nodes)
+            self._accumulates[backward] = accumulates_in(self.destinations.nodes[:1])
         return self._accumulates[backward]
 
     def give_memory(
