@@ -29,7 +29,6 @@ OLDER: Final = "older_torch.py"
 """The file whose names exist only in torch before 2.13."""
 
 SOURCES: Final = {
-    "_accum_grad_hooks": "torch.nn.parallel.distributed",
     "_ddp_params_and_buffers_to_ignore": "torch.nn.parallel.distributed",
     "_divide_by_initial_world_size": "torch.nn.parallel.distributed",
     "_dynamo_dynamic_indices": "torch._dynamo.decorators",

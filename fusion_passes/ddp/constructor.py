@@ -23,7 +23,11 @@ from fusion_passes.ddp.own_reducer import (
 from fusion_passes.layout.caps import mib_to_bytes
 from fusion_passes.reducer.warnings import warn_once
 from fusion_passes.torch_private import inductor_config
-from fusion_passes.torch_private.ddp import delayed_parameters, none_ignored
+from fusion_passes.torch_private.ddp import (
+    delayed_parameters,
+    none_ignored,
+    registers_no_hooks,
+)
 from fusion_passes.torch_private.dynamo import dynamo_config, trace_rules
 from fusion_passes.torch_private.inductor import torch_fuses_ddp, without_torchs_ddp_fusion
 
@@ -57,7 +61,11 @@ def construct(
     caps_mb = bound.arguments.pop("bucket_cap_mb_list", None) or ()
     if caps_mb:
         bound.arguments["bucket_cap_mb"] = max(caps_mb)
-    with _python_reducer(), none_ignored(bound.arguments["module"], delayed):
+    with (
+        _python_reducer(),
+        registers_no_hooks(ddp),
+        none_ignored(bound.arguments["module"], delayed),
+    ):
         original(*bound.args, **bound.kwargs)
     delayed_parameters(ddp).extend(delayed.values())
     ddp.bucket_bytes_cap_list = [mib_to_bytes(cap_mb) for cap_mb in caps_mb]
@@ -75,7 +83,7 @@ def _keep_in_step(
     not refuse it then wait for this rank in ``meet_ranks``, behind these collectives: not long."""
     for name in ("mixed_precision", "bucket_cap_mb_list", *_DELAY):
         bound.arguments.pop(name, None)
-    with contextlib.suppress(Exception), _python_reducer():
+    with contextlib.suppress(Exception), _python_reducer(), registers_no_hooks(ddp):
         original(*bound.args, **bound.kwargs)
         undo_attachment(ddp)
 

@@ -16,7 +16,6 @@ from fusion_passes.ddp.attachment import (
     attach_reducer,
     detach_reducer,
     refuse_memory,
-    remove_handles,
     settings_of,
     undo_attachment,
 )
@@ -41,14 +40,12 @@ from fusion_passes.reducer.rank_errors import compare_settings, meet_ranks
 from fusion_passes.reducer.reducer import REDUCER, Reducer, reducer_of
 from fusion_passes.reducer.used_parameters import StaticGraph
 from fusion_passes.torch_private.ddp import (
-    HOOKS_OF_REDUCER,
     USES_PYTHON_REDUCER,
     comm_hooks,
     common_rank,
     ddp_logging_data,
     divides_by_initial_size,
     give_own_reducer,
-    hooks_of_reducer,
     register_buffer_comm_hook,
     register_with_reducer,
     set_static_graph,
@@ -137,7 +134,7 @@ class ManagedDDP(ManagedForward):
         copy gets its own of these from :func:`_restore`."""
         left_out = {*_REPLACED, REDUCER, STATE}
         state = {name: value for name, value in self.__getstate__().items() if name not in left_out}
-        return _blank, (_users_class(self),), state | {HOOKS_OF_REDUCER: []}
+        return _blank, (_users_class(self),), state
 
 
 _REPLACED: Final = tuple(
@@ -216,7 +213,6 @@ def manage_by_reducer(
     label = f"{kind} {number} ({type(ddp.module).__name__})"
     try:
         make_dtensors_when_read(ddp.module)
-        remove_handles(hooks_of_reducer(ddp))
         ddp.reducer = IdleCppReducer(ddp)  # type: ignore[assignment]
         attach_reducer(ddp, config, label)
         reducer = reducer_of(ddp)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -163,7 +164,7 @@ class Reducers:
     """The ids of the reducers that take part in a backward that was not walked, by backward."""
 
     def __post_init__(self) -> None:
-        self.hooks = HooksOfOthers(self._nodes)
+        self.hooks = HooksOfOthers(self._nodes, self._parameters)
 
     def __len__(self) -> int:
         return len(self.alive())
@@ -315,6 +316,10 @@ class Reducers:
             if run.keeps_graph:
                 reducer.outputs.enter(found.entries)
         return self._add_compiled(found.compiled, route)  # Last: a reducer may refuse the backward.
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of all modules that require a gradient."""
+        return itertools.chain(*(reducer.parameters.trained for reducer in self.alive()))
 
     def _nodes(self) -> Iterator[tuple[str, nn.Parameter, Any, int]]:
         """Name, AccumulateGrad node and number of reducers of each parameter of each module."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -69,14 +70,13 @@ class Destinations:
     nodes: Sequence[Any]
     _stored: dict[tuple[Any, ...], tuple[Stored | None, str]] = field(default_factory=dict)
 
-    def of(
-        self, positions: tuple[InputPosition, ...], offsets: tuple[Offset, ...], numel: int
-    ) -> tuple[Stored | None, str]:
+    def of(self, positions: str, offsets: str, numel: int) -> tuple[Stored | None, str]:
         """The gradients at these positions, which lie at these offsets in a buffer, if one buffer
-        can hold them; else ``None``, and the reason."""
+        can hold them; else ``None``, and the reason. Positions and offsets are lists in JSON."""
         key = positions, offsets, numel
         if key not in self._stored:
-            self._stored[key] = self._find(*key)
+            numbers, starts = tuple(json.loads(positions)), tuple(json.loads(offsets))
+            self._stored[key] = self._find(numbers, starts, numel)
         return self._stored[key]
 
     def _find(
@@ -108,34 +108,34 @@ class CompiledForward:
 
     destinations: Destinations
     partial_sums: dict[Gradient, list[Tensor]]
-    begun: dict[tuple[InputPosition, ...], tuple[Stored, bool]] = field(default_factory=dict)
+    begun: dict[str, tuple[Stored, bool]] = field(default_factory=dict)
     _accumulates: dict[int, bool] = field(default_factory=dict)
 
     @property
     def accumulates(self) -> bool:
         """Whether the backward that runs the node of this forward accumulates the final gradients
         in ``.grad``. A node can run twice: in the backward that was walked, and in a nested one,
-        when a hook calls ``torch.autograd.grad``. The nested backward returns its gradients."""
+        when a hook calls ``torch.autograd.grad``. The nested backward returns its gradients.
+
+        One gradient tells for all, since torch takes a microsecond for each: a nested backward that
+        accumulates only some (``inputs``) is refused in any case, because the backward that was
+        walked accumulates them again."""
         backward = backward_id()
         if backward not in self._accumulates:
-            self._accumulates[backward] = accumulates_in(self.destinations.nodes)
+            self._accumulates[backward] = accumulates_in(self.destinations.nodes[:1])
         return self._accumulates[backward]
 
     def give_memory(
-        self,
-        positions: Sequence[InputPosition],
-        offsets: Sequence[Offset],
-        numel: int,
-        dtype: torch.dtype,
+        self, positions: str, offsets: str, numel: int, dtype: torch.dtype
     ) -> Tensor | None:
-        """As :meth:`Iteration.part_of_bucket`. If the gradient is a sum, the graph that contributes
-        last stores its part in the bucket, and the other parts are added there."""
+        """As :meth:`Iteration.part_of_bucket`; positions and offsets as for
+        :meth:`Destinations.of`. If the gradient is a sum, the graph that contributes last stores
+        its part in the bucket, and the other parts are added there."""
         if not self.accumulates:
             return None
-        key = tuple(positions)
-        stored, why = self.destinations.of(key, tuple(offsets), numel)
+        stored, why = self.destinations.of(positions, offsets, numel)
         if stored is None:
-            for position in self.destinations.gradients.keys() & positions:
+            for position in self.destinations.gradients.keys() & json.loads(positions):
                 reducer, number = self.destinations.gradients[position]
                 is_single = why == SEVERAL and self.destinations.contributions[position] == 1
                 _note_no_memory(reducer, number, BESIDE if is_single else why)
@@ -151,7 +151,7 @@ class CompiledForward:
         memory = None
         if reducer.iteration is not None and self._is_last(stored):
             memory = reducer.iteration.part_of_bucket(numbers, stored.offsets, numel, dtype)
-        self.begun[key] = stored, memory is not None
+        self.begun[positions] = stored, memory is not None
         return memory
 
     def _is_last(self, stored: Stored) -> bool:
@@ -164,14 +164,14 @@ class CompiledForward:
     def mark_ready(
         self,
         memory: Tensor,
-        positions: Sequence[InputPosition],
+        positions: str,
         copied: Sequence[InputPosition] = (),
         why: str = "",
     ) -> None:
         """Tell the reducer that the compiled backward of this forward has stored gradients in the
         memory that :meth:`give_memory` returned. It copied those at the positions ``copied``, for
         the reasons ``why``, joined by ``|``."""
-        begun = self.begun.pop(tuple(positions), None) if self.accumulates else None
+        begun = self.begun.pop(positions, None) if self.accumulates else None
         if begun is None:
             return
         stored, is_bucket = begun

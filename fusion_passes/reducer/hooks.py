@@ -12,6 +12,7 @@ from torch import nn
 from fusion_passes.layout.layout import ParameterNumber, Piece
 from fusion_passes.reducer.copies import HOOKED, HOOKS_UNKNOWN, NODE_HOOKED
 from fusion_passes.torch_private.autograd import (
+    RemovableHandle,
     have_hooks,
     hook_behind_accumulation,
     hooks_on_node,
@@ -21,18 +22,29 @@ from fusion_passes.torch_private.ddp import has_optimizer_in_backward
 
 
 class HooksOfOthers:
-    """Which AccumulateGrad nodes have hooks that are no reducer's. Torch does not report it, so all
-    nodes are asked, once after each registration of a hook on any node.
+    """Which parameters, or AccumulateGrad nodes, have hooks that are no reducer's. Torch does not
+    report hooks on nodes, so all nodes are asked, once after each registration of a hook on any
+    node.
 
     Attributes:
         are_none: whether no node had one, and no hook was registered on any node since.
+        none_at: the value that ``RemovableHandle.next_id`` had when no parameter and no node had
+            one; -1 if there are some. Each registration of a hook, on any tensor, node or module,
+            increments ``next_id``: while it has this value there are none. To look at each
+            parameter takes longer than all else that is done for a stored gradient.
     """
 
-    def __init__(self, nodes: Callable[[], Iterable[tuple[str, nn.Parameter, Any, int]]]) -> None:
+    def __init__(
+        self,
+        nodes: Callable[[], Iterable[tuple[str, nn.Parameter, Any, int]]],
+        parameters: Callable[[], Iterable[nn.Parameter]],
+    ) -> None:
         """``nodes`` returns name, parameter, node and number of reducers for each parameter of each
-        managed module."""
+        managed module, ``parameters`` these parameters alone."""
         self.are_none = False
+        self.none_at = -1
         self._nodes = nodes
+        self._parameters = parameters
         self._found: Mapping[int, str] = {}
         self._found_by: object = None
 
@@ -44,13 +56,19 @@ class HooksOfOthers:
         return self._found
 
     def refresh(self) -> None:
-        """Ask all nodes, if a hook was registered since they were asked.
+        """Ask all nodes, and look at all parameters, if a hook was registered since then.
 
         Raises:
             ValueError: a parameter has an optimizer that runs in the backward.
         """
-        if self._found_by is registers_hooks():
-            return
+        if self._found_by is not registers_hooks():
+            self._ask_nodes()
+        registered = RemovableHandle.next_id
+        if self.none_at != registered:
+            are_some = not self.are_none or any(have_hooks(self._parameters()))
+            self.none_at = -1 if are_some else registered
+
+    def _ask_nodes(self) -> None:
         found = dict[int, str]()
         for name, parameter, node, num_owners in self._nodes():
             why = _why(node, num_owners)
@@ -64,6 +82,7 @@ class HooksOfOthers:
         """Ask all nodes again: a hook may have been registered."""
         self._found_by = None
         self.are_none = False
+        self.none_at = -1
 
 
 class ParameterHooks:
@@ -106,6 +125,8 @@ class ParameterHooks:
 
     def why_not_stored(self, numbers: Piece) -> dict[ParameterNumber, str]:
         """Why no graph may store some of these gradients now, because of hooks, by number."""
+        if self._others.none_at == RemovableHandle.next_id:
+            return {}
         are_hooked = have_hooks(self._parameters[number] for number in numbers)
         found = dict.fromkeys(itertools.compress(numbers, are_hooked), HOOKED)
         if not self._others.are_none:

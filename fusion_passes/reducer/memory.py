@@ -22,9 +22,10 @@ class BucketMemory:
         registered: the buckets' memory that NCCL has registered; ``None`` if each iteration
             allocates memory.
         existing: the ``.grad`` that a parameter had before the backward, by number.
-        unseen: parameters whose ``.grad`` has not been looked at yet; :meth:`alias` leaves it
-            alone. A graph that stores a gradient looks at it (``CompiledForward.give_memory``): a
-            look at all parameters takes as long as the rest of a small step.
+        seen: parameters whose ``.grad`` has been looked at in this backward; :meth:`alias` leaves
+            that of others alone. A graph that stores a gradient looks at it
+            (``CompiledForward.give_memory``): a look at all parameters takes as long as the rest of
+            a small step.
         sparse: the sparse gradients, by number.
         rounded: parameters whose gradient was of a wider dtype than its bucket, and was rounded.
     """
@@ -38,7 +39,7 @@ class BucketMemory:
     ) -> None:
         self.registered = registered
         self.existing: dict[ParameterNumber, Tensor] = {}
-        self.unseen: set[ParameterNumber] = set()
+        self.seen: set[ParameterNumber] = set()
         self.sparse: dict[ParameterNumber, Tensor] = {}
         self.rounded: set[ParameterNumber] = set()
         self._parameters = parameters
@@ -47,18 +48,21 @@ class BucketMemory:
         self._layout = Layout((), {})
         self._allocated: dict[BucketIndex, Tensor] = {}
         self._streams: dict[torch.device, torch.Stream] = {}
+        self._addresses: dict[BucketIndex, list[int]] = {}
         devices = {kind.device for kind in parameters.kinds.values()}
         self._accelerators = [device for device in devices if device.type != "cpu"]
 
     def begin(self, layout: Layout) -> None:
         """Begin an iteration with this layout."""
         self.end()
-        self._layout = layout
+        if layout is not self._layout:
+            self._layout = layout
+            self._addresses.clear()
 
     def end(self) -> None:
         """Forget the memory, which the gradients in it keep."""
         self.existing.clear()
-        self.unseen.clear()
+        self.seen.clear()
         self.sparse.clear()
         self._allocated = {}
         self._streams.clear()
@@ -103,7 +107,7 @@ class BucketMemory:
     def note_existing(self, numbers: Collection[ParameterNumber]) -> None:
         """Record which of these parameters have a ``.grad``. It may have gone since an earlier
         backward of the iteration, or have come from it."""
-        self.unseen.difference_update(numbers)
+        self.seen.update(numbers)
         if self.existing:
             for number in numbers:
                 self.existing.pop(number, None)
@@ -190,7 +194,7 @@ class BucketMemory:
             and gradient.dtype == self._parameters.kinds[number].dtype
             and _same_strides(gradient, self._parameters.strides[number])
         )
-        if is_plain and number not in self.existing and number not in self.unseen:
+        if is_plain and number not in self.existing and number in self.seen:
             parameter.grad = place
 
     def give_back(
@@ -211,12 +215,15 @@ class BucketMemory:
                 if used is None or number in used:
                     parameters[number].grad = self.sparse[number]
         elif memory is not None:  # Else it is empty.
-            for number in elsewhere.intersection(bucket.numbers):
+            for number in elsewhere.intersection(bucket.numbers) if elsewhere else ():
                 if used is None or number in used:
                     parameters[number].grad = None
             gradients = self._gradients(bucket.numbers)
             begin, size = memory.data_ptr(), memory.itemsize
-            places = [begin + offset * size for offset in bucket.offsets]
+            places = self._addresses.get(bucket.index)
+            if places is None or places[0] != begin:  # Mostly it has the memory of the last step.
+                places = [begin + offset * size for offset in bucket.offsets]
+                self._addresses[bucket.index] = places
             found = [None if gradient is None else gradient.data_ptr() for gradient in gradients]
             if found != places:
                 each = zip(bucket.numbers, gradients, found, places, strict=True)

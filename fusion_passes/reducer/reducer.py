@@ -197,9 +197,10 @@ class Reducer:
         stored = self.record.stored
         if any(reached.values()):
             stored = {number for number in stored if reached.get(number) == ""}
-        left = self.parameters.numbers - now.received
-        self.memory.note_existing(left.difference(stored))
-        self.memory.unseen = set(left.intersection(stored))
+        self.memory.seen = set(now.received)
+        if now.received or len(stored) < len(self.parameters.numbers):
+            left = self.parameters.numbers - now.received
+            self.memory.note_existing(left.difference(stored))
 
     def _begin_iteration(self, reached: Collection[ParameterNumber]) -> Iteration:
         self.module.state = State.RUNNING

@@ -4,6 +4,7 @@ returns the memory, and the gradients' own kernels write into it: see
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, Final, cast
 
@@ -36,14 +37,10 @@ def register_store_lowerings() -> None:
 
 
 def _lower_bucket(
-    positions: Sequence[InputPosition],
-    offsets: Sequence[Offset],
-    numel: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    positions: str, offsets: str, numel: int, dtype: torch.dtype, device: torch.device
 ) -> Any:
     ir = inductor_ir()
-    made = ir.FallbackKernel.create(BUCKET, list(positions), list(offsets), numel, dtype, device)
+    made = ir.FallbackKernel.create(BUCKET, positions, offsets, numel, dtype, device)
     return made if isinstance(made, ir.TensorBox) else ir.TensorBox.create(made)
 
 
@@ -59,7 +56,7 @@ def _lower_store(
     buffer = _ReducerBuffer(bucket, nodes, gradients)
     places = split_strides([node.meta["val"] for node in nodes], strides)
     copied = buffer.fill(list(zip(offsets, places, strict=True)))
-    arguments: list[Any] = [list(positions)]
+    arguments: list[Any] = [json.dumps(list(positions))]
     sums = buffer.sums
     if reported := [*copied, *sums]:
         # A graph from a cache is not lowered again, so it reports its copies when it runs.

@@ -3,6 +3,7 @@ it stores gradients, the others mark the gradients ready."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Final
 
@@ -19,11 +20,7 @@ _TAGS: Final = (torch.Tag.cudagraph_unsafe,)
 
 
 def _bucket(
-    positions: Sequence[InputPosition],
-    offsets: Sequence[Offset],
-    numel: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    positions: str, offsets: str, numel: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     forward = reducers.compiled.get(running_node())
     memory = None
@@ -33,10 +30,7 @@ def _bucket(
 
 
 def _mark_ready(
-    bucket: Tensor,
-    positions: Sequence[InputPosition],
-    copied: Sequence[InputPosition] = (),
-    why: str = "",
+    bucket: Tensor, positions: str, copied: Sequence[InputPosition] = (), why: str = ""
 ) -> None:
     forward = reducers.compiled.get(running_node())
     if forward is not None:
@@ -55,7 +49,7 @@ def _store(
     positions: Sequence[InputPosition],
 ) -> None:
     store(bucket, gradients, offsets, strides)
-    _mark_ready(bucket, positions)
+    _mark_ready(bucket, json.dumps(positions))
 
 
 def _nothing(*_: object) -> None:
@@ -64,7 +58,7 @@ def _nothing(*_: object) -> None:
 
 BUCKET: Final = define(
     "bucket",
-    "(int[] positions, int[] offsets, int numel, ScalarType dtype, Device device) -> Tensor",
+    "(str positions, str offsets, int numel, ScalarType dtype, Device device) -> Tensor",
     _bucket,
     fake=_empty,
     tags=_TAGS,
@@ -73,8 +67,9 @@ BUCKET: Final = define(
 
 Args:
     positions: indices of the parameters among the tensor inputs of the forward, in the order in
-        which their gradients lie in the memory. The running autograd node tells whose they are.
-    offsets: offset of each gradient in the memory, in elements.
+        which their gradients lie in the memory: a list in JSON. The running autograd node tells
+        whose they are. Torch would convert a list of integers one by one in each call.
+    offsets: offset of each gradient in the memory, in elements: a list in JSON.
     numel: number of elements of all gradients together.
     dtype: dtype of all gradients.
     device: device of all gradients.
@@ -97,12 +92,12 @@ Args:
     gradients: the gradients, of any shapes and strides.
     offsets: offset of each gradient's place in the memory, in elements.
     strides: strides of all places, one gradient's after the other's.
-    positions: as for :data:`BUCKET`.
+    positions: as for :data:`BUCKET`, as integers.
 """
 
 MARK_READY: Final = define(
     "mark_ready_",
-    "(Tensor(a!) bucket, int[] positions, int[] copied=[], str why='') -> ()",
+    "(Tensor(a!) bucket, str positions, int[] copied=[], str why='') -> ()",
     _mark_ready,
     meta=_nothing,
     tags=_TAGS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -116,7 +117,8 @@ def _store_piece(
     offsets = list(piece.offsets)
     # As late as possible: until then, the backward frees tensors that the forward has saved.
     with graph.inserting_before(first):
-        bucket = graph.call_function(BUCKET, (positions, offsets, piece.numel, dtype, device))
+        where = json.dumps(positions), json.dumps(offsets)
+        bucket = graph.call_function(BUCKET, (*where, piece.numel, dtype, device))
     with nodes[0].meta["val"].fake_mode:
         bucket.meta["val"] = torch.empty(piece.numel, dtype=dtype, device=device)
     following = last.next

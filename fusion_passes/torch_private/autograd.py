@@ -38,15 +38,15 @@ def is_tensor_subclass(value: Any) -> bool:
     return is_traceable_wrapper_subclass(value)
 
 
-def has_hooks(tensor: Tensor) -> bool:
-    """Whether a tensor has hooks that see its gradient: before it is accumulated (tensor hooks), or
-    right after that (post-accumulate-grad hooks)."""
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
-
-
 def have_hooks(tensors: Iterable[Tensor]) -> list[bool]:
-    """As :func:`has_hooks`, of each of these tensors; a call for each would take twice as long."""
+    """Whether each of these tensors has hooks that see its gradient: before it is accumulated
+    (tensor hooks), or right after that (post-accumulate-grad hooks)."""
     return [bool(t._backward_hooks or t._post_accumulate_grad_hooks) for t in tensors]
+
+
+RemovableHandle: Final = torch.utils.hooks.RemovableHandle
+"""The class of the handles of hooks on tensors, nodes and modules. Its ``next_id`` grows with each
+hook that is registered from Python."""
 
 
 def hook_behind_accumulation(tensor: Tensor, hook: Callable[..., None]) -> tuple[Any, Any]:

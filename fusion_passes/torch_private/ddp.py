@@ -14,12 +14,9 @@ from torch import nn
 # need may be created after the hook was noted.
 from torch.distributed import _register_builtin_comm_hook, _register_comm_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
-# Names of attributes in a copy's state: whether the Python reducer trains the module, and the
-# handles that :func:`hooks_of_reducer` returns.
 USES_PYTHON_REDUCER: Final = "_use_python_reducer"
-HOOKS_OF_REDUCER: Final = "_accum_grad_hooks"
+"""Name of an attribute in a copy's state: whether the Python reducer trains the module."""
 
 BuiltinCommHookType: Any = torch.distributed.BuiltinCommHookType
 """The enum of the communication hooks that are built into DDP's reducer; it is not documented."""
@@ -34,11 +31,6 @@ DEFAULT_FIRST_BUCKET_BYTES: int = torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
 def parameters_of(ddp: DistributedDataParallel) -> list[nn.Parameter]:
     """The parameters that DDP reduces, in the order in which it numbers them."""
     return ddp._module_parameters
-
-
-def hooks_of_reducer(ddp: DistributedDataParallel) -> list[RemovableHandle]:
-    """The handles of the hooks that DDP's Python reducer has on the parameters."""
-    return ddp._accum_grad_hooks
 
 
 def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
@@ -99,6 +91,19 @@ def none_ignored(model: Any, names: Collection[str]) -> Iterator[None]:
 
 
 # --- What DDP does -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def registers_no_hooks(ddp: DistributedDataParallel) -> Iterator[None]:
+    """A context in which the constructor of a module with DDP's Python reducer registers no hooks
+    on the parameters. A parameter would keep the table of removed hooks, which autograd then takes
+    the GIL to read in each backward."""
+    name = DistributedDataParallel._register_accum_grad_hook.__name__
+    vars(ddp)[name] = lambda: None
+    try:
+        yield
+    finally:
+        vars(ddp).pop(name, None)
 
 
 # DDP's own methods, which a managed module replaces.

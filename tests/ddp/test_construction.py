@@ -357,3 +357,9 @@ def test_a_module_that_outlives_its_group_leaves_the_next_one_alone() -> None:
     assert reducers.gradients()[id(weight)] == [(reducer_of(new), 0)]
     new(torch.ones(2, 4)).sum().backward()
     assert weight.grad is not None
+
+
+def test_parameters_keep_no_table_of_the_hooks_of_ddps_python_reducer() -> None:
+    """Autograd reads such a table in each backward, even if it is empty."""
+    ddp = DistributedDataParallel(two_layers())
+    assert [p._post_accumulate_grad_hooks for p in ddp.parameters()] == [None] * 4

@@ -66,7 +66,7 @@ x_1: f32[4, 16]
 hidden_1: f32[4, 16]
 w_1: f32[8, 16]
 t: f32[8, 4]strides[1, 8] = t(tangents_1_1)
-bucket_default: f32[392] = bucket([1, 0, 2], [0, 128, 384], 392, torch.float32, cpu)
+bucket_default: f32[392] = bucket('[1, 0, 2]', '[0, 128, 384]', 392, torch.float32, cpu)
 mm: f32[8, 16] = mm(t, hidden_1)
 sum_1: f32[8] = sum(tangents_1_1, [0])
 mm_1: f32[4, 16] = mm(tangents_1_1, w_1)
@@ -92,7 +92,7 @@ x_1: f32[4, 16]
 hidden_1: f32[4, 16]
 w_1: f32[8, 16]
 t: f32[8, 4]strides[1, 8] = t(tangents_1_1)
-bucket_default: f32[136] = bucket([1, 2], [0, 128], 136, torch.float32, cpu)
+bucket_default: f32[136] = bucket('[1, 2]', '[0, 128]', 136, torch.float32, cpu)
 mm: f32[8, 16] = mm(t, hidden_1)
 sum_1: f32[8] = sum(tangents_1_1, [0])
 store_gradients__default: ? = store_gradients_(bucket_default, [mm, sum_1], [0, 128], [16, 1, 1], [1, 2])
@@ -101,7 +101,7 @@ as_strided_default_1: f32[8] = as_strided(bucket_default, [8], [1], 128)
 pinned_mm_1: ? = pinned_mm_1()
 pinned_mm_2: f32[4, 16] = control_deps((bucket_default), pinned_mm_1, tangents_1_1, w_1)
 t_1: f32[16, 4]strides[1, 16] = t(pinned_mm_2)
-bucket_default_1: f32[256] = bucket([0], [0], 256, torch.float32, cpu)
+bucket_default_1: f32[256] = bucket('[0]', '[0]', 256, torch.float32, cpu)
 mm_2: f32[16, 16] = mm(t_1, x_1)
 store_gradients__default_1: ? = store_gradients_(bucket_default_1, [mm_2], [0], [16, 1], [0])
 as_strided_default_2: f32[16, 16] = as_strided(bucket_default_1, [16, 16], [16, 1], 0)
@@ -117,15 +117,15 @@ def test_cut_as_the_layout_is() -> None:
         stored(2, 8, place=(0, 136)),
     ]
     text = check(trace(two_layers, INPUTS), inputs, 4)
-    assert "bucket([1, 2], [8, 136], 144, torch.float32" in text
-    assert "bucket([0], [0], 256, torch.float32" in text
+    assert "bucket('[1, 2]', '[8, 136]', 144, torch.float32" in text
+    assert "bucket('[0]', '[0]', 256, torch.float32" in text
 
 
 def test_a_module_without_a_layout_beside_one_that_has_it() -> None:
     inputs = [stored(0, 16, 16, place=(0, 8)), stored(1, 8, 16, module=1), stored(2, 8, module=1)]
     text = check(trace(two_layers, INPUTS), inputs, 4, LARGE, LARGE)
-    assert "bucket([0], [8], 264, torch.float32" in text
-    assert "bucket([1, 2], [0, 128], 136, torch.float32" in text
+    assert "bucket('[0]', '[8]', 264, torch.float32" in text
+    assert "bucket('[1, 2]', '[0, 128]', 136, torch.float32" in text
 
 
 def test_the_next_kernel_follows_all_stores_before_it() -> None:
@@ -192,18 +192,18 @@ def test_collectives_and_stores_keep_their_order() -> None:
         """\
 tangents_1_1: f32[4, 8]
 x_1: f32[4, 8]
-bucket_default: f32[8] = bucket([0], [0], 8, torch.float32, cpu)
+bucket_default: f32[8] = bucket('[0]', '[0]', 8, torch.float32, cpu)
 sum_1: f32[8] = sum(tangents_1_1, [0])
 store_gradients__default: ? = store_gradients_(bucket_default, [sum_1], [0], [1], [0])
 as_strided_default: f32[8] = as_strided(bucket_default, [8], [1], 0)
-bucket_default_1: f32[8] = bucket([1], [0], 8, torch.float32, cpu)
+bucket_default_1: f32[8] = bucket('[1]', '[0]', 8, torch.float32, cpu)
 sum_2: f32[8] = sum(x_1, [0])
 store_gradients__default_1: ? = store_gradients_(bucket_default_1, [sum_2], [0], [1], [1])
 as_strided_default_1: f32[8] = as_strided(bucket_default_1, [8], [1], 0)
 pinned_all_reduce: ? = pinned_all_reduce()
 pinned_all_reduce_1: f32[4, 8] = control_deps((bucket_default, bucket_default_1), pinned_all_reduce, tangents_1_1)
 wait_tensor: f32[4, 8] = wait_tensor(pinned_all_reduce_1)
-bucket_default_2: f32[4] = bucket([2], [0], 4, torch.float32, cpu)
+bucket_default_2: f32[4] = bucket('[2]', '[0]', 4, torch.float32, cpu)
 sum_3: f32[4] = sum(wait_tensor, [1])
 store_gradients__default_2: ? = store_gradients_(bucket_default_2, [sum_3], [0], [1], [2])
 as_strided_default_2: f32[4] = as_strided(bucket_default_2, [4], [1], 0)
