@@ -17,9 +17,9 @@ from fusion_passes.graph.families import is_library_kernel
 from fusion_passes.graph.identity import pass_identity
 from fusion_passes.reducer.backward import reducers
 from fusion_passes.reducer.reducer import Reducer
-from fusion_passes.sharded.sends import name_of, on_the_way
+from fusion_passes.sharded.sends import on_the_way
 from fusion_passes.torch_private import CustomGraphPass
-from fusion_passes.torch_private.autograd import is_tensor_subclass
+from fusion_passes.torch_private.autograd import keeps_input_numbers
 from fusion_passes.torch_private.inductor import is_aot_backward
 
 _ALIGNMENT: Final = 16
@@ -63,7 +63,7 @@ def wait_in_forward(ddp: Any, reducer: Reducer) -> None:
     module: nn.Module = getattr(ddp.module, "_orig_mod", ddp.module)
     if reducer.module.config.shard_optimizer != "overlap":
         return
-    name = name_of(reducer)
+    name = reducer.module.name_in_graphs
     if "forward" in vars(module):
         hook = functools.partial(_pre_hook, name)
         handle: Any = module.register_forward_pre_hook(hook, prepend=True)
@@ -160,12 +160,10 @@ def wait_before_graph(
 def waits_of_forward(graph: fx.Graph, inputs: Sequence[Any]) -> WaitForParameters | None:
     """Make the pass for a graph of Dynamo's. Return ``None`` if the graph must be entered with all
     parameters."""
+    if not keeps_input_numbers(graph, inputs):
+        return None
     gradients = reducers.gradients()
     positions = [n for n, each in enumerate(inputs) if id(each) in gradients]
-    if len(graph.find_nodes(op="placeholder")) != len(inputs) or any(
-        is_tensor_subclass(each) for each in inputs
-    ):
-        return None
     parameters = [inputs[position] for position in positions]
     if any(each.device.type != "cpu" and each.data_ptr() % _ALIGNMENT for each in parameters):
         return None
@@ -180,7 +178,7 @@ class WaitForParameters(CustomGraphPass):
     Before::
 
         primals_1: f32[4, 4], primals_2: f32[4], primals_3: f32[4, 4]
-        wait_for_module("0/DDP 0 (Net)")
+        wait_for_module("0/ddp0")
         addmm: f32[2, 4] = addmm(primals_2, x, permute(primals_1))
         mm: f32[2, 4] = mm(addmm, primals_3)
 
@@ -191,7 +189,7 @@ class WaitForParameters(CustomGraphPass):
         addmm: f32[2, 4] = addmm(primals_2, x, permute(primals_1))
         wait_for_parameters_([primals_3])
         mm: f32[2, 4] = mm(addmm, primals_3)
-        wait_for_parameters_([primals_3], "0/DDP 0 (Net)")
+        wait_for_parameters_([primals_3], "0/ddp0")
 
     One wait is for all parameters that are first read up to the next library kernel. The last wait
     is for what runs after the graph. Its parameter tells Inductor the device: a call without

@@ -173,10 +173,11 @@ class OnTheWay:
         """Wait for messages.
 
         Args:
-            parameters: those that the messages have. ``None``: all.
-            of: the name of the module that the messages are of; see :func:`name_of`. ``None``: any.
-                Threads that train modules on groups of their own must not wait for each other: the
-                other rank's threads may do so in another order.
+            parameters: the parameters whose messages are waited for. ``None``: all.
+            of: the module whose messages are waited for, by its
+                :attr:`AveragedModule.name_in_graphs`. ``None``: any. Threads that train modules on
+                groups of their own must not wait for each other: the other rank's threads may do so
+                in another order.
             to_write: also wait for messages that this rank sends, whose parameters may be read
                 meanwhile.
 
@@ -192,18 +193,13 @@ class OnTheWay:
         for reducer, pending in modules:
             known = pending.by_address
             wanted = list(known) if addresses is None else [a for a in addresses if a in known]
-            if not wanted or of not in (None, name_of(reducer)):
+            if not wanted or of not in (None, reducer.module.name_in_graphs):
                 continue
             with pending.lock:
                 for message in dict.fromkeys(known[each] for each in wanted if each in known):
                     is_received = message.owner != reducer.module.group.rank()
                     if to_write or is_received:
                         _finish(reducer, pending, message, is_received=is_received)
-
-
-def name_of(reducer: Reducer) -> str:
-    """A name of a module that is the same in each run."""
-    return f"{reducer.module.group.group_name}/{reducer.module.label}"
 
 
 def _finish(reducer: Reducer, pending: _Pending, message: Message, *, is_received: bool) -> None:

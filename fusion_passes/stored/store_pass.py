@@ -19,7 +19,7 @@ from fusion_passes.stored.lowering import register_store_lowerings
 from fusion_passes.stored.pieces import StoredInput
 from fusion_passes.stored.store import StoreGradients
 from fusion_passes.torch_private import CustomGraphPass
-from fusion_passes.torch_private.autograd import gradient_dtype, is_tensor_subclass
+from fusion_passes.torch_private.autograd import gradient_dtype, keeps_input_numbers
 from fusion_passes.torch_private.inductor import run_observed, trace_artifact
 
 
@@ -46,8 +46,7 @@ def stores_of_forward(graph: fx.Graph, inputs: Sequence[Any]) -> StoreGradients 
     """Make the pass that stores the gradients of a forward's parameters in buckets. Return ``None``
     if no input is a parameter of a managed module, or if AOTAutograd would number the inputs
     differently."""
-    num_placeholders = len(graph.find_nodes(op="placeholder"))
-    if num_placeholders != len(inputs) or any(map(is_tensor_subclass, inputs)):
+    if not keeps_input_numbers(graph, inputs):
         return None
     modules: dict[Reducer, int] = {}
     found: dict[int, StoredInput] = {}

@@ -38,6 +38,13 @@ def is_tensor_subclass(value: Any) -> bool:
     return is_traceable_wrapper_subclass(value)
 
 
+def keeps_input_numbers(graph: fx.Graph, inputs: Sequence[Any]) -> bool:
+    """Whether AOTAutograd numbers the inputs of a graph as Dynamo does, if no input is replaced: it
+    gives a tensor subclass several numbers."""
+    num_placeholders = len(graph.find_nodes(op="placeholder"))
+    return num_placeholders == len(inputs) and not any(map(is_tensor_subclass, inputs))
+
+
 def have_hooks(tensors: Iterable[Tensor]) -> list[bool]:
     """Whether each of these tensors has hooks that see its gradient: before it is accumulated
     (tensor hooks), or right after that (post-accumulate-grad hooks)."""
@@ -165,8 +172,8 @@ def move_to_end(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def below_autograd() -> Any:
-    """A context in which operators skip their autograd kernels. Those of the functional collectives
-    are written in Python: outside this context, a wait takes 0.3 ms."""
+    """A context in which operators skip their autograd kernels. The functional collectives have
+    autograd kernels in Python: outside this context, a wait takes 0.3 ms."""
     return torch._C._AutoDispatchBelowAutograd()
 
 
