@@ -152,8 +152,8 @@ def test_parameters_of_a_sharded_optimizer_have_their_times() -> None:
     sent = SentParameters(30 * MIB, 0.188, 0.031)
     sharded = dataclasses.replace(MODULE, shard_optimizer=True, sent_parameters=sent)
     assert format_modules(sharded).splitlines()[-1] == (
-        "parameters: 30.0 MiB sent by their owners after optimizer.step() in 188.0 ms, of which the "
-        "host waited for 31.0 ms"
+        "parameters: owners sent 30.0 MiB after optimizer.step() in 188.0 ms; the host waited for "
+        "31.0 ms of that"
     )
 
 

@@ -136,7 +136,7 @@ def arrived(ddp: DistributedDataParallel, model: nn.Module) -> nn.Module:
 
 def compiled(how: str, model: nn.Module) -> tuple[DistributedDataParallel, Callable[..., Any]]:
     """The module, compiled in one of the ways in which people do that."""
-    if how in ("eager", "ddp", "fullgraph", "dynamic", "aot_eager", "reduce-overhead"):
+    if how in ("eager", "ddp", "fullgraph", "dynamic", "aot_eager", "reduce-overhead", "no passes"):
         ddp = managed(model)
         options: dict[str, dict[str, Any]] = {
             "ddp": {},
@@ -144,6 +144,7 @@ def compiled(how: str, model: nn.Module) -> tuple[DistributedDataParallel, Calla
             "dynamic": {"dynamic": True},
             "aot_eager": {"backend": "aot_eager"},
             "reduce-overhead": {"mode": "reduce-overhead"},
+            "no passes": {"options": {"use_post_grad_passes": False}},
         }
         return ddp, ddp if how == "eager" else torch.compile(ddp, **options[how])
     if how == "inside":
@@ -172,6 +173,7 @@ WAYS: Final = (
     "dynamic",
     "aot_eager",
     "reduce-overhead",
+    "no passes",
     "inside",
     "in place",
     "in place, after",

@@ -25,15 +25,17 @@ from tests.support.graphs import (
     tensor,
 )
 
+
+def two_gradients(x, y):
+    return reduce(torch.neg(x), "a"), reduce(torch.neg(y), "b")
+
+
 # --- "concat": one flat buffer, one scaling, one all-reduce ------------------------------------
 
 
 def test_two_gradients_in_one_buffer() -> None:
-    def backward(x, y):
-        return reduce(torch.neg(x), "a"), reduce(torch.neg(y), "b")
-
     assert_expected_inline(
-        check(backward, [tensor(2, 3), tensor(4)], concat()),
+        check(two_gradients, [tensor(2, 3), tensor(4)], concat()),
         """\
 x_1: f32[2, 3]
 y_1: f32[4]
@@ -147,11 +149,8 @@ return (as_strided_default, clone_default, as_strided_default_1)
 
 
 def test_two_gradients_in_one_list() -> None:
-    def backward(x, y):
-        return reduce(torch.neg(x), "a"), reduce(torch.neg(y), "b")
-
     assert_expected_inline(
-        check(backward, [tensor(2, 3), tensor(4)], coalesced()),
+        check(two_gradients, [tensor(2, 3), tensor(4)], coalesced()),
         """\
 x_1: f32[2, 3]
 y_1: f32[4]
