@@ -117,8 +117,8 @@ def _of_module(module: ModuleReport) -> Iterator[_Line]:
 
 def _of_parameters(sent: SentParameters) -> str:
     return (
-        f"{format_bytes(sent.num_bytes)} sent by their owners after optimizer.step() in "
-        f"{sent.took_s * 1000:.1f} ms, of which the host waited for {sent.waited_s * 1000:.1f} ms"
+        f"owners sent {format_bytes(sent.num_bytes)} after optimizer.step() in "
+        f"{sent.took_s * 1000:.1f} ms; the host waited for {sent.waited_s * 1000:.1f} ms of that"
     )
 
 

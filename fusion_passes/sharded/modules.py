@@ -58,7 +58,7 @@ def sharded() -> Sequence[tuple[Reducer, ReduceToOwners]]:
 
 
 class _Thread(threading.local):
-    """What is known of a thread.
+    """The state of a thread.
 
     Attributes:
         runs_backwards: whether it has run a backward that accumulates gradients.
