@@ -37,6 +37,7 @@ GLOBALS: Final = {
     "sharded.checkpoints._IS_WHOLE": Lifetime.PROCESS,
     "sharded.modules.thread": Lifetime.PROCESS,
     "sharded.norms._asked": Lifetime.PROCESS,
+    "sharded.overlap._register_lowering": Lifetime.PROCESS,
     "sharded.sends.on_the_way": Lifetime.MODULE,
     "sharded.steps.IS_ALONE": Lifetime.PROCESS,
     "sharded.steps.stepped": Lifetime.PROCESS,

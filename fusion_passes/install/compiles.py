@@ -14,7 +14,12 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from fusion_passes.sharded.overlap import WAIT_FOR_MODULE, wait_before_graph, waits_of_forward
+from fusion_passes.sharded.overlap import (
+    WAIT_FOR_MODULE,
+    wait_before_graph,
+    wait_for_inputs,
+    waits_of_forward,
+)
 from fusion_passes.stored.store_pass import StorePass, stores_of_forward
 from fusion_passes.torch_private import CustomGraphPass, inductor_config
 from fusion_passes.torch_private.dynamo import is_compiling_backward
@@ -40,6 +45,7 @@ def compile_graph(
     :class:`FusePass` for a traced backward, and :class:`StorePass` for a forward that reads
     parameters of managed modules. The parameters among the inputs are the module's own objects."""
     options = {**compiler.config, **(kwargs.get("config_patches") or {})}
+    before_graph = list[int]()
     if model.graph.find_nodes(op="call_function", target=WAIT_FOR_MODULE):
         waits = None
         if compiles_usually(options) and _runs_passes(options):
@@ -49,6 +55,7 @@ def compile_graph(
             return wait_before_graph(compiled, model, inputs, *args, **kwargs)
         compiler = _with_pass(compiler, options, waits)
         options |= compiler.config
+        before_graph = waits.before_graph
     config = traced_backwards.config
     if config is not None:
         _check_passes_run(options)
@@ -59,7 +66,8 @@ def compile_graph(
         if stores is not None:
             traced_backwards.options = dict(compiler.config)
             compiler = _with_pass(compiler, options, StorePass(stores))
-    return original(compiler, model, inputs, *args, **kwargs)
+    compiled = original(compiler, model, inputs, *args, **kwargs)
+    return wait_for_inputs(compiled, before_graph) if before_graph else compiled
 
 
 # --- Options of a compile ------------------------------------------------------------------------

@@ -20,7 +20,16 @@ from fusion_passes.reducer.reducer import Reducer
 from fusion_passes.sharded.sends import on_the_way
 from fusion_passes.torch_private import CustomGraphPass
 from fusion_passes.torch_private.autograd import keeps_input_numbers
-from fusion_passes.torch_private.inductor import is_aot_backward
+from fusion_passes.torch_private.inductor import (
+    inductor_ir,
+    is_aot_backward,
+    is_graph_input,
+    register_lowering,
+)
+
+_MOST_DIMS: Final = 3
+"""Inductor copies weights of convolutions, which have more dimensions, to another layout as soon as
+it reads the inputs of a graph (``GraphLowering.run_node``, torch 2.11 to 2.14)."""
 
 _ALIGNMENT: Final = 16
 """Bytes. On an accelerator, a graph copies inputs with other addresses before it runs."""
@@ -136,6 +145,18 @@ def finish_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 # --- Graphs --------------------------------------------------------------------------------------
 
 
+def wait_for_inputs(compiled: Callable[..., Any], indices: Sequence[int]) -> Callable[..., Any]:
+    """Return a function that waits for the parameters among these inputs, and then calls a compiled
+    graph."""
+
+    @functools.wraps(compiled)
+    def wait_first(*inputs: Any) -> Any:
+        _wait_for([inputs[index] for index in indices])
+        return compiled(*inputs)
+
+    return wait_first
+
+
 def wait_before_graph(
     compile_graph: Callable[..., Any], model: fx.GraphModule, *args: Any, **kwargs: Any
 ) -> Any:
@@ -196,6 +217,9 @@ class WaitForParameters(CustomGraphPass):
     one runs in the middle of a C++ kernel. A graph without the first node, such as the backward, is
     left alone.
 
+    Parameters of more than three dimensions must have arrived before the graph begins: Inductor
+    reads them at its start.
+
     Attributes:
         num_inputs: number of inputs of the graph that Dynamo traced.
         parameters: index and shape of each input that is a parameter.
@@ -204,10 +228,16 @@ class WaitForParameters(CustomGraphPass):
     num_inputs: int
     parameters: tuple[tuple[int, tuple[int, ...]], ...]
 
+    @property
+    def before_graph(self) -> list[int]:
+        """Indices of the parameters that must have arrived before the graph begins."""
+        return [index for index, shape in self.parameters if len(shape) > _MOST_DIMS]
+
     def __call__(self, graph: fx.Graph) -> None:
         marks = graph.find_nodes(op="call_function", target=WAIT_FOR_MODULE)
         if not marks:
             return
+        _register_lowering()
         if is_aot_backward(graph):  # Torch 2.11 puts the mark into both graphs.
             for mark in marks:
                 graph.erase_node(mark)
@@ -232,15 +262,17 @@ class WaitForParameters(CustomGraphPass):
             graph.erase_node(mark)
 
     def _parameters_of(self, graph: fx.Graph) -> dict[fx.Node, None]:
-        """The inputs that are parameters. If AOTAutograd has numbered the inputs differently, all
-        inputs that are tensors: a wait for others does nothing."""
+        """The inputs that are parameters and are waited for in the graph. If AOTAutograd has
+        numbered the inputs differently, all inputs that are tensors: a wait for others does
+        nothing."""
         inputs = graph.find_nodes(op="placeholder")
         found = {inputs[index]: shape for index, shape in self.parameters if index < len(inputs)}
         is_same = len(inputs) == self.num_inputs and all(
             _is_tensor(node) and tuple(node.meta["val"].shape) == shape
             for node, shape in found.items()
         )
-        return dict.fromkeys(found if is_same else filter(_is_tensor, inputs))
+        chosen = found if is_same else filter(_is_tensor, inputs)
+        return dict.fromkeys(n for n in chosen if n.meta["val"].dim() <= _MOST_DIMS)
 
     def uuid(self) -> str:
         return pass_identity(repr(self))
@@ -255,3 +287,21 @@ def _add_wait(before: fx.Node, *args: Any) -> fx.Node:
 
 def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), Tensor)
+
+
+@functools.cache
+def _register_lowering() -> None:
+    """Register the lowering of :data:`WAIT_FOR`, not before a compile: Inductor takes a second to
+    import."""
+    register_lowering(WAIT_FOR, _lower_wait)
+
+
+def _lower_wait(parameters: Sequence[Any], module: str | None = None) -> None:
+    """Lower a wait to a call, and refuse one for a copy of a parameter, which would have been made
+    before the wait."""
+    if module is None and not all(map(is_graph_input, parameters)):
+        raise AssertionError(
+            'shard_optimizer="overlap": Inductor copies a parameter before the wait for it. Set '
+            "shard_optimizer = True, and report this."
+        )
+    inductor_ir().FallbackKernel.create(WAIT_FOR, parameters, module)

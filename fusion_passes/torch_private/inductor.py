@@ -122,6 +122,11 @@ def register_lowering(target: OpOverload, function: Any) -> None:
     inductor_lowerings().register_lowering(target, type_promotion_kind=None)(function)
 
 
+def is_graph_input(value: Any) -> bool:
+    """Whether an Inductor IR value is an input of the graph itself, and no copy of one."""
+    return isinstance(value.data.data, inductor_ir().InputBuffer)
+
+
 def lower_as(node: torch.fx.Node, value: Any) -> None:
     """Use an Inductor IR value for a node that is not lowered yet, in place of its lowering: an
     ``fx.Interpreter`` does not run nodes that have a value."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, fx, nn
-from torch._inductor.utils import run_and_get_code
+from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
@@ -28,7 +28,7 @@ import fusion_passes
 from fusion_passes import FusionConfig
 from fusion_passes.graph.text import graph_text
 from fusion_passes.reducer.reducer import reducer_of
-from fusion_passes.sharded import sends
+from fusion_passes.sharded import overlap, sends
 from fusion_passes.sharded.overlap import WAIT_FOR_MODULE, WaitForParameters
 from tests.support.fake_world import fake_world
 from tests.support.graphs import tensor, trace
@@ -104,6 +104,23 @@ class Block(nn.Module):
 def _norm(weight: Tensor) -> Tensor:
     """Read a parameter in code that is not compiled."""
     return weight.square().sum()
+
+
+class Convolutions(nn.Module):
+    """Weights that Inductor copies to another layout as soon as a graph begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Conv2d(1, 4, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 4)
+        self.second = nn.Conv2d(4, 4, 3, padding=1)
+        self.third = nn.Conv2d(4, 2, 3, padding=1)  # Another rank owns one of the two.
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = F.silu(self.norm(self.first(x[:, None, None])))
+        return self.last(self.third(self.second(image)).mean((1, 2)))
 
 
 class Blocks(nn.Sequential):
@@ -184,7 +201,11 @@ WAYS: Final = (
 
 @pytest.mark.parametrize(
     ("kind", "how"),
-    [*((Block, how) for how in WAYS), *((Blocks, how) for how in ("ddp", "inside", "in place"))],
+    [
+        *((Block, how) for how in WAYS),
+        *((Blocks, how) for how in ("ddp", "inside", "in place")),
+        *((Convolutions, how) for how in ("eager", "ddp", "inside")),
+    ],
 )
 def test_a_forward_reads_what_has_arrived(late: Late, kind: Any, how: str) -> None:
     model = kind()
@@ -402,6 +423,15 @@ def test_a_graph_without_parameters_waits_for_all_at_its_end() -> None:
 
     text = waits(trace(prefix, INPUTS[:1]), WaitForParameters(1, ()))
     assert text.splitlines()[-2].endswith("wait_for_parameters_([x_1], '0/DDP 0')")
+
+
+def test_a_copy_of_a_parameter_that_is_made_before_the_wait_is_an_error(
+    late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overlap, "_MOST_DIMS", 4)
+    error = "Inductor copies a parameter before the wait for it"
+    with fresh_cache(), pytest.raises(Exception, match=error):
+        torch.compile(managed(Convolutions()))(X)
 
 
 def test_generated_code_waits_before_each_layer(late: Late) -> None:
