@@ -49,7 +49,8 @@ def mixed(generated: Generated) -> int:
 def why_copied(generated: Generated) -> list[str]:
     """The reasons that the code passes to a reducer."""
     calls = [call for call in read_calls(generated.code) if call.name == MARK_READY]
-    return [why for call in calls for text in call.texts for why in text.split("|") if why]
+    reasons = [text for call in calls for text in call.texts[1:]]  # The first are the positions.
+    return [why for text in reasons for why in text.split("|") if why]
 
 
 def sums_over_rows(*values: Tensor) -> list[Tensor]:
