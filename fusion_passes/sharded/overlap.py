@@ -31,6 +31,9 @@ _MOST_DIMS: Final = 3
 """Inductor copies weights of convolutions, which have more dimensions, to another layout as soon as
 it reads the inputs of a graph (``GraphLowering.run_node``, torch 2.11 to 2.14)."""
 
+_IS_OURS: Final = "_ddp_fusion_waits"
+"""Attribute of the functions that take the place of a model's ``forward``."""
+
 _ALIGNMENT: Final = 16
 """Bytes. On an accelerator, a graph copies inputs with other addresses before it runs."""
 
@@ -73,12 +76,14 @@ def wait_in_forward(ddp: Any, reducer: Reducer) -> None:
     if reducer.module.config.shard_optimizer != "overlap":
         return
     name = reducer.module.name_in_graphs
-    if "forward" in vars(module):
+    own = vars(module).get("forward")
+    if own is not None and not hasattr(own, _IS_OURS):  # A copy has the forward of its original.
         hook = functools.partial(_pre_hook, name)
         handle: Any = module.register_forward_pre_hook(hook, prepend=True)
     else:
-        vars(module)["forward"] = types.MethodType(_forward_of(type(module), name), module)
-        handle = _Forward(module)
+        own = types.MethodType(_forward_of(type(module), name), module)
+        vars(module)["forward"] = own
+        handle = _Forward(module, own)
     reducer.hooks.handles.append(handle)
 
 
@@ -89,11 +94,13 @@ def _pre_hook(name: str, _: nn.Module, __: Any) -> None:
 class _Forward:
     """The handle of a forward that waits."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, forward: types.MethodType) -> None:
         self._module = module
+        self._forward = forward
 
     def remove(self) -> None:
-        vars(self._module).pop("forward", None)
+        if vars(self._module).get("forward") is self._forward:
+            del vars(self._module)["forward"]
 
 
 def _forward_of(kind: type[nn.Module], name: str) -> Callable[..., Any]:
@@ -107,6 +114,7 @@ def _forward_of(kind: type[nn.Module], name: str) -> Callable[..., Any]:
     # Dynamo limits how often it compiles one code object, and forwards have one each otherwise.
     function = cast("types.FunctionType", forward)
     function.__code__ = function.__code__.replace()
+    setattr(function, _IS_OURS, True)
     return function
 
 

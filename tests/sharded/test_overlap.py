@@ -434,9 +434,13 @@ def test_a_copy_of_a_parameter_that_is_made_before_the_wait_is_an_error(
         torch.compile(managed(Convolutions()))(X)
 
 
-def test_generated_code_waits_before_each_layer(late: Late) -> None:
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_generated_code_waits_before_each_layer(late: Late, is_copy: bool) -> None:
     """Inductor's scheduler keeps the order: no wait comes earlier than it must."""
     ddp = managed(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))))
+    if is_copy:
+        with inductor_config.patch(ddp_fusion=OVERLAP):
+            ddp = copy.deepcopy(ddp)
     _, (code, *_) = run_and_get_code(torch.compile(ddp), X)
     calls = [
         line.strip().split("(")[0].removeprefix("torch.ops.fusion_passes.")
