@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from fusion_passes.reporting.timeline import BucketTimes, StepTimes, Timeline, write_page
 
-SCHEMA: Final = "fusion_passes.report/6"
+SCHEMA: Final = "fusion_passes.report/7"
 """Name and version of the JSON. A new field does not change the version; a field that is removed,
 or changes its meaning, does."""
 
@@ -43,12 +43,10 @@ class BucketReport:
             between launch and wait in a traced graph; 0 for a module's bucket.
         following: number of library kernels that follow the launch in a traced graph; if it exceeds
             ``overlapped``, a node reads the result before the end. 0 for a module's bucket.
-        planned_s: always ``None``; ``"auto"`` predicts no times since it measures steps.
         name: name in profiles and timelines: ``DDP 0 (Net) bucket 3``; empty for a traced graph's
             bucket, which is one of its module's buckets.
         times: when the bucket was on its way in recorded steps, on this rank; ``None`` if no
             recorded step sent it, and for a traced graph's bucket.
-        predicted_s: always ``None``, as ``planned_s``.
     """
 
     module: str
@@ -62,10 +60,8 @@ class BucketReport:
     waited: str = ""
     overlapped: int = 0
     following: int = 0
-    planned_s: None = None
     name: str = ""
     times: BucketTimes | None = None
-    predicted_s: None = None
 
 
 @dataclass(frozen=True)
