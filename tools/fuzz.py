@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     limit = "seconds after which no further case is started (default: no limit)"
     add("--seconds", type=float, default=float("inf"), help=limit)
     add("--case", type=int, metavar="SEED", help="run one case, and print all details")
-    sharding = "draw the cases with FusionConfig(shard_optimizer=True)"
+    sharding = 'draw the cases with shard_optimizer=True or "overlap"'
     add("--shard-optimizer", action="store_true", help=sharding)
     add("--replay", type=Path, metavar="FILE", help="run the case in a file, and print all details")
     shrinking = "time limit for shrinking a case, in seconds (default: 900)"
