@@ -154,15 +154,9 @@ def finish_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def wait_for_inputs(compiled: Callable[..., Any], indices: Sequence[int]) -> Callable[..., Any]:
-    """Return a function that waits for the parameters among these inputs, and then calls a compiled
+    """Return a function that waits for the inputs with these indices, and then calls a compiled
     graph."""
-
-    @functools.wraps(compiled)
-    def wait_first(*inputs: Any) -> Any:
-        _wait_for([inputs[index] for index in indices])
-        return compiled(*inputs)
-
-    return wait_first
+    return _wait_first(compiled, lambda inputs: _wait_for([inputs[index] for index in indices]))
 
 
 def wait_before_graph(
@@ -175,12 +169,20 @@ def wait_before_graph(
     for mark in marks:
         model.graph.erase_node(mark)
     model.recompile()
-    compiled = compile_graph(model, *args, **kwargs)
 
-    @functools.wraps(compiled)
-    def wait_first(*inputs: Any) -> Any:
+    def wait(_: Sequence[Any]) -> None:
         for name in names:
             _wait_for_module(name)
+
+    return _wait_first(compile_graph(model, *args, **kwargs), wait)
+
+
+def _wait_first(
+    compiled: Callable[..., Any], wait: Callable[[Sequence[Any]], None]
+) -> Callable[..., Any]:
+    @functools.wraps(compiled)
+    def wait_first(*inputs: Any) -> Any:
+        wait(inputs)
         return compiled(*inputs)
 
     return wait_first
