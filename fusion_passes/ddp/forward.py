@@ -24,6 +24,7 @@ from fusion_passes.torch_private.ddp import (
     tell_joined,
 )
 from fusion_passes.torch_private.dynamo import begin_no_graph, skips_method
+from fusion_passes.torch_private.profiling import range_in_profile
 
 BUFFERS_IN: Final = "_ddp_fusion_buffers_in"
 """Attribute of a managed module: the name of its process group if DDP is to broadcast buffers of
@@ -154,7 +155,8 @@ def _enter(
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Enter the profiler range, and run DDP's pre-forward steps. A call of a function that Dynamo
     does not trace takes ten microseconds, so there is one before the forward and one after it."""
-    entered = torch.autograd.profiler.record_function(RANGE).__enter__()
+    entered = range_in_profile(RANGE, prefix="")
+    entered.__enter__()
     try:
         inputs, kwargs = pre_forward(*inputs, **kwargs)
     except BaseException:

@@ -308,7 +308,8 @@ class HookCall(Communication):
             result = value[0] if isinstance(value, list | tuple) else value
             self._check(result, buffer, parameters, versions)
             if result.data_ptr() != buffer.data_ptr() or result.dtype != buffer.dtype:
-                buffer.copy_(result.reshape(-1))
+                with torch.no_grad():
+                    buffer.copy_(result.reshape(-1))
             given.take_back()
             self._previous = None  # The future keeps the bucket's memory.
 

@@ -7,8 +7,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from fusion_passes.layout.layout import Bucket, Layout, ParameterNumber, Piece
 from fusion_passes.reducer.communication import (
     AllReduce,
@@ -118,14 +116,13 @@ class LaunchQueue:
     def _launch(self, bucket: Bucket) -> None:
         """Launch the all-reduce of a bucket. In a profile it has the bucket's name."""
         name = bucket_name(self.name, bucket) if is_profiling() else ""
-        with torch.no_grad():
-            if bucket.is_sparse:
-                wait = self._launch_sparse(bucket.numbers[0], name)
-            elif bucket.numel:
-                wait = self.communication.launch(bucket, self._memory.of(bucket), name)
-                wait = named_in_profile(wait, f"{name} wait") if name else wait
-            else:
-                wait = nothing
+        if bucket.is_sparse:
+            wait = self._launch_sparse(bucket.numbers[0], name)
+        elif bucket.numel:
+            wait = self.communication.launch(bucket, self._memory.of(bucket), name)
+            wait = named_in_profile(wait, f"{name} wait") if name else wait
+        else:
+            wait = nothing
         self._waits.append(wait)
 
     def _launch_sparse(self, number: ParameterNumber, name: str) -> Wait:

@@ -245,7 +245,8 @@ class BucketMemory:
                 copies.append(gradient)
                 averages.append(self.place(number))
         if copies:
-            torch._foreach_copy_(copies, averages)
+            with torch.no_grad():  # With create_graph=True, gradients require one.
+                torch._foreach_copy_(copies, averages)
 
     def allocated(self) -> list[Bucket]:
         """The buckets that have been allocated in this iteration."""

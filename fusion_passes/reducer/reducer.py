@@ -19,8 +19,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, Protocol
 
-import torch
-
 from fusion_passes.layout.caps import BucketCaps
 from fusion_passes.layout.layout import Kinds, Layout, ParameterNumber
 from fusion_passes.reducer.assignment import BucketAssignment
@@ -358,11 +356,10 @@ class Reducer:
         """Wait for all buckets, and leave the averages in ``.grad``."""
         with self.queue.lock:
             self.memory.join_streams()
-        with torch.no_grad():
-            used = self.used.on_any_rank()
-            for bucket in self.queue.buckets:
-                self.queue.wait_for(bucket)
-                self.memory.give_back(bucket, used, self.queue.communication.elsewhere)
+        used = self.used.on_any_rank()
+        for bucket in self.queue.buckets:
+            self.queue.wait_for(bucket)
+            self.memory.give_back(bucket, used, self.queue.communication.elsewhere)
         self._end_iteration()
 
     def _end_iteration(self) -> None:
@@ -405,9 +402,8 @@ class Reducer:
             if not bucket.is_sparse:
                 self.memory.of(bucket).zero_()
         self.queue.launch_all()
-        with torch.no_grad():
-            for bucket in self.queue.buckets:
-                self.queue.wait_for(bucket)
+        for bucket in self.queue.buckets:
+            self.queue.wait_for(bucket)
         self.used.on_any_rank()
         self._end_iteration()
         self.rebuild_after_first()

@@ -18,11 +18,12 @@ def is_profiling() -> bool:
     return bool(torch.autograd._profiler_enabled())
 
 
-def range_in_profile(name: str) -> contextlib.AbstractContextManager[Any]:
-    """A context that has this name in a profile, if one is being recorded."""
+def range_in_profile(name: str, *, prefix: str = PREFIX) -> contextlib.AbstractContextManager[Any]:
+    """A context that has this name in a profile, if one is being recorded. Torch's context calls an
+    operator in either case."""
     if not is_profiling():
         return contextlib.nullcontext()
-    return torch.autograd.profiler.record_function(f"{PREFIX}{name}")
+    return torch.autograd.profiler.record_function(f"{prefix}{name}")
 
 
 def named_in_profile(call: Callable[[], Any], name: str) -> Callable[[], None]:
