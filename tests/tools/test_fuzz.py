@@ -136,14 +136,14 @@ def test_the_rank_the_parameter_and_the_buffer_are_named() -> None:
 def test_averages_are_those_of_owners_alone() -> None:
     one, two = torch.ones(2), torch.zeros(2)
     right = Record(gradients=[{"a": one, "b": one}])
-    owner_of_a = Record(gradients=[{"a": one, "b": None}], local=[False], elsewhere={"b"})
+    owner_of_a = Record(gradients=[{"a": one, "b": None}], local=[set()], elsewhere={"b"})
     assert not differences([owner_of_a], [right], FINE)
     keeps_b = replace(owner_of_a, gradients=[{"a": one, "b": one}])
     lacks_a = replace(owner_of_a, gradients=[{"a": None, "b": None}])
     for wrong in (keeps_b, lacks_a):
         assert differences([wrong], [right], FINE)
     # Under no_sync, a rank may have its part of a sum whose other part is an average.
-    local = replace(keeps_b, gradients=[{"a": one, "b": two}], local=[True])
+    local = replace(keeps_b, gradients=[{"a": one, "b": two}], local=[{"b"}])
     assert not differences([local], [right], FINE)
     assert differences([replace(local, gradients=[{"a": two, "b": two}])], [right], FINE)
 

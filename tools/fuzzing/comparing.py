@@ -84,10 +84,10 @@ def _divided(ours: Record, number: int, actual: Named, expected: Named) -> tuple
     compared: all of it goes into an average, or there is an average in eager DDP's sum alone."""
     if not ours.elsewhere:
         return actual, expected
-    if not ours.local[number]:
-        return actual, {n: None if n in ours.elsewhere else g for n, g in expected.items()}
-    kept = expected.keys() - ours.elsewhere
-    return {n: actual[n] for n in actual if n in kept}, {n: expected[n] for n in kept}
+    elsewhere, left_out = ours.elsewhere, ours.elsewhere & ours.local[number]
+    wanted = {n: None if n in elsewhere else gradient for n, gradient in expected.items()}
+    pairs = [{n: g for n, g in each.items() if n not in left_out} for each in (actual, wanted)]
+    return pairs[0], pairs[1]
 
 
 def _of_all(actual: Named, expected: Named, tolerance: Tolerance) -> Iterator[str]:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -38,7 +38,7 @@ class Record:
         warnings: warnings of this package.
         averaged: number of backwards that reducers averaged, and number of gradients that each
             copied.
-        local: whether gradients stayed on this rank, after each backward.
+        local: names of the parameters of modules under ``no_sync``, after each backward.
         elsewhere: names of the parameters that other ranks own (``shard_optimizer``).
     """
 
@@ -48,7 +48,7 @@ class Record:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     averaged: list[tuple[int, int]] = field(default_factory=list)
-    local: list[bool] = field(default_factory=list)
+    local: list[set[str]] = field(default_factory=list)
     elsewhere: set[str] = field(default_factory=set)
 
 
@@ -154,10 +154,8 @@ class Training:
             self.record.parameters[name] = parameter.detach().clone()
         for name, buffer in self._named("named_buffers"):
             self.record.buffers[name] = buffer.detach().clone()
-        elsewhere = {id(p) for ddp in self.ddps for p in _parameters_elsewhere(ddp)}
-        self.record.elsewhere = {
-            name for name, p in self._named("named_parameters") if id(p) in elsewhere
-        }
+        elsewhere = (p for ddp in self.ddps for p in _parameters_elsewhere(ddp))
+        self.record.elsewhere = self._names_of(elsewhere)
 
     def _train_in_threads(self) -> None:
         sides = [Training(self.case, Record(), compiled=self.compiled) for _ in self.ddps]
@@ -191,7 +189,8 @@ class Training:
     def note(self, loss: Tensor) -> None:
         """Record the current gradients."""
         self.record.losses.append(loss.detach().clone())
-        self.record.local.append(not self.ddps[0].require_backward_grad_sync)
+        unsynced = [ddp for ddp in self.ddps if not ddp.require_backward_grad_sync]
+        self.record.local.append(self._names_of(p for ddp in unsynced for p in ddp.parameters()))
         self.record.gradients.append(
             {
                 name: None if parameter.grad is None else parameter.grad.detach().clone()
@@ -207,6 +206,10 @@ class Training:
         generator = torch.Generator().manual_seed(seed)
         rows = torch.randn(size, WIDTH, generator=generator)
         return rows, torch.randint(0, TOKENS, (size,), generator=generator)
+
+    def _names_of(self, parameters: Iterable[nn.Parameter]) -> set[str]:
+        ids = set(map(id, parameters))
+        return {name for name, p in self._named("named_parameters") if id(p) in ids}
 
     def _named(self, method: str) -> Iterator[tuple[str, Any]]:
         for number, ddp in enumerate(self.ddps, self.first):
