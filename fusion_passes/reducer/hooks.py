@@ -13,6 +13,7 @@ from fusion_passes.layout.layout import ParameterNumber, Piece
 from fusion_passes.reducer.copies import HOOKED, HOOKS_UNKNOWN, NODE_HOOKED
 from fusion_passes.torch_private.autograd import (
     RemovableHandle,
+    has_hooks_behind,
     have_hooks,
     hook_behind_accumulation,
     hooks_on_node,
@@ -133,6 +134,18 @@ class ParameterHooks:
             hooked = ((n, self.why_hooked(n)) for n in numbers if n not in found)
             found |= {number: why for number, why in hooked if why}
         return found
+
+    def behind(self, numbers: Iterable[ParameterNumber]) -> list[ParameterNumber]:
+        """Those of these parameters that have hooks of others which see the accumulated gradient,
+        or, on their nodes, may see it."""
+        if self._others.none_at == RemovableHandle.next_id:
+            return []
+        parameters = self._parameters
+        return [
+            n
+            for n in numbers
+            if has_hooks_behind(parameters[n]) or self.why_hooked(n) == NODE_HOOKED
+        ]
 
 
 def _why(node: Any, num_owners: int) -> str:

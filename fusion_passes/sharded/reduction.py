@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import TypeAlias
 
 import torch
@@ -173,6 +173,16 @@ class ReduceToOwners(AllReduce):
         if gradient is not None:
             self._local[number] = _mark(gradient)
 
+    def why_hooked(
+        self, hooked: Callable[[Iterable[ParameterNumber]], list[ParameterNumber]]
+    ) -> str:
+        """Why hooks that see accumulated gradients make a sum with an average another one than
+        DDP's; empty if none does. ``hooked`` returns those of these parameters that have some."""
+        for number in hooked(self._averages):
+            if self._averages[number][1].any():
+                return _HOOKED.format(name=self._parameters.names[number])
+        return ""
+
     def has_local(self, numbers: Collection[ParameterNumber]) -> set[ParameterNumber]:
         """Find the parameters whose ``.grad`` has gradients of this rank alone."""
         parameters = self._parameters.all
@@ -207,6 +217,11 @@ _ADDED = (
 _REPLACED = (
     "The gradient of {name}, an average, was replaced or cleared while a backward ran that adds to "
     f"it, so nobody can tell how often it counts in the sum. {_REMEDY}"
+)
+_HOOKED = (
+    "{name} has a hook of yours behind the accumulation of its gradient, which is an average to "
+    "which this backward adds, and the other ranks have no average. The hook would change another "
+    f"sum there. {_REMEDY}"
 )
 _NOT_OWNED = (
     "{name} has a gradient that no backward has given it since the last average, and another rank "

@@ -51,6 +51,11 @@ def have_hooks(tensors: Iterable[Tensor]) -> list[bool]:
     return [bool(t._backward_hooks or t._post_accumulate_grad_hooks) for t in tensors]
 
 
+def has_hooks_behind(tensor: Tensor) -> bool:
+    """Whether a tensor has hooks that run right after its gradient was accumulated."""
+    return bool(tensor._post_accumulate_grad_hooks)
+
+
 RemovableHandle: Final = torch.utils.hooks.RemovableHandle
 """The class of the handles of hooks on tensors, nodes and modules. Its ``next_id`` grows with each
 hook that is registered from Python."""

@@ -168,6 +168,43 @@ def test_a_sum_of_averages_and_others_may_not_be_changed(world: None) -> None:
         ddp(X).sum().backward()
 
 
+def _halve(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+HOOKS: Final[Mapping[str, Callable[[nn.Parameter], object]]] = MappingProxyType(
+    {
+        "of the tensor": lambda p: p.register_post_accumulate_grad_hook(_halve),
+        "of the node": lambda p: torch.autograd.graph.get_gradient_edge(p).node.register_hook(
+            lambda *_: _halve(p)
+        ),
+    }
+)
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_may_not_see_a_sum_with_an_average(world: None, kind: str) -> None:
+    """With plain DDP, all ranks have the average, and the hook changes it on all of them."""
+    ddp = managed()
+    for parameter in ddp.parameters():
+        HOOKS[kind](parameter)
+    for _ in range(2):
+        ddp(X).sum().backward()
+        ddp.zero_grad(set_to_none=False)  # Zeros stay zeros in most hooks.
+    ddp(X).sum().backward()
+    with ddp.no_sync(), pytest.raises(RuntimeError, match=r"0\.weight has a hook .* other ranks"):
+        ddp(X).sum().backward()
+
+
+def test_hooks_may_see_a_gradient_before_it_is_added_to_an_average(world: None) -> None:
+    ddp = managed()
+    for parameter in ddp.parameters():
+        parameter.register_hook(lambda gradient: 2 * gradient)
+    for _ in range(3):
+        ddp(X).sum().backward()
+
+
 def test_an_average_may_not_be_cleared_while_a_backward_adds_to_it(world: None) -> None:
     ddp = managed()
     ddp(X).sum().backward()
