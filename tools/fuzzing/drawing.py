@@ -88,10 +88,14 @@ def _sharding(case: Case, random: Random) -> Case:
     and more clipping, which depend on who has which gradient."""
     options = case.flag if isinstance(case.flag, dict) else {}
     kept = {name: value for name, value in options.items() if name != "scaling"}
+    optimizer = random.choice(get_args(Optimizer))
+    clip = _pick(random, {"no": 3, "norm": 3, "value": 1})
+    if any("ignored" in part.blocks for part in case.parts) and clip == "norm":
+        clip = "no"  # Such gradients make the norms, and with DDP the parameters, differ by rank.
     loop = replace(
         case.loop,
-        optimizer=random.choice(get_args(Optimizer)),
-        clip=_pick(random, {"no": 3, "norm": 3, "value": 1}),
+        optimizer=optimizer,
+        clip=clip,
         scaler=case.loop.scaler or random.random() < 0.1,
     )
     option = random.choice((True, "overlap"))
