@@ -66,6 +66,9 @@ def train(case: Case, kind: Kind) -> Record:
         StageError: an exception of the training.
     """
     torch.manual_seed(case.seed)
+    # Eager DDP leaves a module there whose forward ran while another thread's did (torch 2.13), and
+    # what is compiled later in the process is split as if it were that module's.
+    DistributedDataParallel._active_ddp_module = None
     record = Record()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
