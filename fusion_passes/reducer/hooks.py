@@ -135,17 +135,12 @@ class ParameterHooks:
             found |= {number: why for number, why in hooked if why}
         return found
 
-    def behind(self, numbers: Iterable[ParameterNumber]) -> list[ParameterNumber]:
-        """Those of these parameters that have hooks of others which see the accumulated gradient,
-        or, on their nodes, may see it."""
+    def see_accumulated(self, number: ParameterNumber) -> bool:
+        """Whether hooks of others see the accumulated gradient of a parameter, or may see it, since
+        torch does not tell which hooks of a node do."""
         if self._others.none_at == RemovableHandle.next_id:
-            return []
-        parameters = self._parameters
-        return [
-            n
-            for n in numbers
-            if has_hooks_behind(parameters[n]) or self.why_hooked(n) == NODE_HOOKED
-        ]
+            return False
+        return has_hooks_behind(self._parameters[number]) or self.why_hooked(number) == NODE_HOOKED
 
 
 def _why(node: Any, num_owners: int) -> str:

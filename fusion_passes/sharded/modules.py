@@ -96,11 +96,8 @@ def before_backward() -> None:
             continue  # It may be in a backward at this moment. That thread looks at it itself.
         refuse_after_failed_step(reducer, communication)
         received = () if reducer.iteration is None else reducer.iteration.received
-        why = (
-            communication.note_averages(received)
-            or communication.why_hooked(reducer.hooks.behind)
-            or _why_not_owners(reducer, communication)
-        )
+        why = communication.note_averages(received, reducer.hooks)
+        why = why or _why_not_owners(reducer, communication)
         if why:
             refuse(reducer, why)
         _warn_of_unheld(reducer, communication)

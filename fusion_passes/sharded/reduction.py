@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection
 from typing import TypeAlias
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fusion_passes.layout.layout import Bucket, ParameterNumber, Piece
 from fusion_passes.reducer.communication import AllReduce, Wait, collective_averages
+from fusion_passes.reducer.hooks import ParameterHooks
 from fusion_passes.reducer.parameters import Parameters
 from fusion_passes.torch_private.autograd import version_of_tensor
 from fusion_passes.torch_private.process_groups import GRADIENTS, begin_exchange, begin_reduces
@@ -132,10 +133,13 @@ class ReduceToOwners(AllReduce):
 
     # --- Gradients that exist before a backward --------------------------------------------------
 
-    def note_averages(self, received: Collection[ParameterNumber]) -> str:
+    def note_averages(self, received: Collection[ParameterNumber], hooks: ParameterHooks) -> str:
         """Look at the gradients that exist before a backward: keep a copy of the averages among
-        them, to which the backward may add. ``received``: parameters whose gradient has been
-        received in this iteration.
+        them, to which the backward may add.
+
+        Args:
+            received: parameters whose gradient has been received in this iteration.
+            hooks: the hooks on the parameters.
 
         Returns:
             Why the gradients cannot be averaged as DDP would; empty if they can.
@@ -147,6 +151,8 @@ class ReduceToOwners(AllReduce):
                 self._averages.pop(number, None)
             elif number not in received:
                 why = self._note_existing(number, gradient)
+                if not why and number in self._averages and hooks.see_accumulated(number):
+                    why = _HOOKED if self._averages[number][1].any() else ""
                 if why:
                     return why.format(name=self._parameters.names[number])
         return ""
@@ -172,16 +178,6 @@ class ReduceToOwners(AllReduce):
         gradient = self._parameters.all[number].grad
         if gradient is not None:
             self._local[number] = _mark(gradient)
-
-    def why_hooked(
-        self, hooked: Callable[[Iterable[ParameterNumber]], list[ParameterNumber]]
-    ) -> str:
-        """Why hooks that see accumulated gradients make a sum with an average another one than
-        DDP's; empty if none does. ``hooked`` returns those of these parameters that have some."""
-        for number in hooked(self._averages):
-            if self._averages[number][1].any():
-                return _HOOKED.format(name=self._parameters.names[number])
-        return ""
 
     def has_local(self, numbers: Collection[ParameterNumber]) -> set[ParameterNumber]:
         """Find the parameters whose ``.grad`` has gradients of this rank alone."""
