@@ -7,6 +7,7 @@ The catalogue of scenarios checks the numbers.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -125,6 +126,19 @@ def test_who_stores_gradients(
 ) -> None:
     ddp = _managed("coalesced")  # The tests below use the other mode.
     assert _steps(ddp, way(ddp)) == stored
+
+
+def test_gradients_of_create_graph_can_be_differentiated() -> None:
+    """Their averages are copied into them, which autograd must not record."""
+    ddp = _managed()
+    alone = copy.deepcopy(ddp.module)
+    second = []
+    for model in (ddp, alone):
+        model(_inputs()).exp().sum().backward(create_graph=True)
+        parameters = list(model.parameters())
+        sums = [p.grad.sum() for p in parameters if p.grad is not None]
+        second.append(torch.autograd.grad(torch.stack(sums).sum(), parameters))
+    torch.testing.assert_close(*second)
 
 
 def test_step_that_was_decorated_before_the_flag_was_set() -> None:
