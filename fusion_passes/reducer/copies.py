@@ -36,6 +36,10 @@ RENUMBERED: Final = (
 )
 CONVERTED: Final = "the parameter had another dtype when DistributedDataParallel was constructed"
 UNALIGNED: Final = "its offset in the bucket is not aligned as generated code requires"
+COMPLEX: Final = (
+    "it is complex and does not begin its bucket: Inductor does not lower views of complex "
+    "tensors, and would return the start of the bucket"
+)
 SPARSE: Final = "it is sparse: its rows are all-reduced by themselves"
 DELAYED: Final = "delay_all_reduce_named_params delays its all-reduce to the end of the backward"
 INNER: Final = "it comes from a nested backward, for example reentrant checkpointing"

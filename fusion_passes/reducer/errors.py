@@ -55,6 +55,15 @@ def late_hook(name: str, label: str) -> str:
     )
 
 
+def misplaced(name: str, label: str) -> str:
+    """The error of a gradient in the place of another one."""
+    return (
+        f"The gradient of {name} of {label} lies in its bucket, in the place of another gradient, "
+        "so both are wrong. If code of yours did not set it there, please report this, and set "
+        "ddp_fusion = None before the module is constructed."
+    )
+
+
 def wrong_layout(name: str, label: str, layout: object) -> str:
     """A gradient is not strided, and DDP did not expect it to be sparse."""
     return (

@@ -14,7 +14,7 @@ from torch import Tensor
 from fusion_passes.layout.layout import Offset, ParameterNumber, Piece
 from fusion_passes.reducer.assignment import BucketAssignment
 from fusion_passes.reducer.averaged_module import AveragedModule
-from fusion_passes.reducer.copies import CONVERTED, OTHER_PIECES, UNALIGNED, Copies
+from fusion_passes.reducer.copies import COMPLEX, CONVERTED, OTHER_PIECES, UNALIGNED, Copies
 from fusion_passes.reducer.errors import late_hook, repeated_gradients
 from fusion_passes.reducer.hooks import ParameterHooks
 from fusion_passes.reducer.launch_queue import LaunchQueue
@@ -82,7 +82,8 @@ class Iteration:
 
         Returns ``None`` if the layout places the gradients differently, if the bucket has another
         dtype (the module was converted), if the gradients are not averaged, or if the part is not
-        aligned as generated code assumes."""
+        aligned as generated code assumes, or is complex and does not begin the bucket: the graph
+        then calls ``aten.as_strided``, whose offset counts from the start of the storage."""
         if not self.gives_memory:
             return None
         layout = self._assignment.layout
@@ -97,7 +98,11 @@ class Iteration:
             memory = self._memory.of(bucket)
             # The graph may store on another stream than it was allocated on.
             self._memory.join_streams()
-        return tensor_in(memory, (numel,), (1,), start)
+        part = tensor_in(memory, (numel,), (1,), start)
+        if dtype.is_complex and part.storage_offset():
+            self.copies.note_no_memory(numbers, COMPLEX)
+            return None
+        return part
 
     def note_no_memory(self, numbers: Collection[ParameterNumber], why: str) -> None:
         """Record why a graph gets no memory of a bucket for these gradients."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_passes.layout.layout import Bucket, BucketIndex, Layout, ParameterNumber, Piece
-from fusion_passes.reducer.errors import Refuse, wrong_layout
+from fusion_passes.reducer.errors import Refuse, misplaced, wrong_layout
 from fusion_passes.reducer.parameters import Parameters
 from fusion_passes.reducer.registered import RegisteredBuckets
 from fusion_passes.torch_private.autograd import tensor_in
@@ -228,19 +228,23 @@ class BucketMemory:
             if found != places:
                 each = zip(bucket.numbers, gradients, found, places, strict=True)
                 left = [(n, g) for n, g, at, place in each if at != place and n not in elsewhere]
-                self._copy_back(left, used)
+                self._copy_back(left, used, range(begin, begin + memory.nbytes))
 
     def _copy_back(
         self,
         gradients: Sequence[tuple[ParameterNumber, Tensor | None]],
         used: Collection[ParameterNumber] | None,
+        addresses: range,
     ) -> None:
+        """Copy averages out of a bucket, which has these addresses."""
         copies, averages = [], []
         for number, gradient in gradients:
             if used is not None and number not in used:
                 continue
             if gradient is None:
                 self._parameters.all[number].grad = self.place(number)
+            elif gradient.data_ptr() in addresses:
+                self._refuse(misplaced(self._parameters.names[number], self._label))
             else:
                 copies.append(gradient)
                 averages.append(self.place(number))

@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from fusion_passes import FusionWarning
+from fusion_passes.reducer.copies import COMPLEX
 from fusion_passes.reducer.reducer import reducer_of
-from testing.models import OUTPUTS, Exact, linear_loss
+from testing.models import OUTPUTS, Complex, Exact, linear_loss
 from testing.processes import RUN
 from testing.scenarios.catalog import SMALL_MB
 from testing.scenarios.loop import backwards
@@ -90,6 +91,33 @@ def test_ranks_with_other_graphs_store_in_the_same_buckets(
 ) -> None:
     for stored, gradients in run_on_ranks(2, beside_eager, train=train, flag="concat", **arguments):
         assert stored == [0, *[gradients] * 4], "in the first step there are no buckets yet"
+
+
+class BreakingComplex(Complex):
+    """Exact. Two compiled graphs store complex gradients in one bucket, one of them behind those of
+    the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x).to(torch.complex64) @ self.first
+        torch._dynamo.graph_break()
+        out = torch.view_as_real(x @ self.second)
+        return out[..., 0] + 2 * out[..., 1]
+
+
+def complex_in_parts(run: Run) -> set[str]:
+    ddp, forward = run.compiled(BreakingComplex())
+    for step in range(4):
+        ddp.zero_grad()
+        linear_loss(forward, run.rows(step)).backward()
+        run.note_backward(ddp)
+    reducer = reducer_of(ddp) if run.is_fused else None
+    return set(reducer.record.why_copied(reducer.parameters.kinds).values()) if reducer else set()
+
+
+@pytest.mark.each_torch
+def test_complex_gradients_behind_others_in_a_bucket(run_on_ranks: RUN) -> None:
+    for why in run_on_ranks(2, beside_eager, train=complex_in_parts, flag="concat"):
+        assert COMPLEX in why
 
 
 def _assert_averaged(model: nn.Module, inputs: Tensor, dtype: torch.dtype) -> None:
