@@ -141,6 +141,18 @@ def test_gradients_of_create_graph_can_be_differentiated() -> None:
     torch.testing.assert_close(*second)
 
 
+def test_a_gradient_in_the_place_of_another_one_is_an_error() -> None:
+    """Its average would be copied over that of the other gradient."""
+    ddp = _managed()
+    first, last = ddp.module[0].weight, ddp.module[1].weight
+    node = torch.autograd.graph.get_gradient_edge(first).node
+    node.register_hook(lambda *_: setattr(first, "grad", last.grad))
+    with pytest.raises(
+        RuntimeError, match=r"0\.weight of DDP 0 .* in the place of another gradient"
+    ):
+        ddp(_inputs()).sum().backward()
+
+
 def test_step_that_was_decorated_before_the_flag_was_set() -> None:
     holder: list[DistributedDataParallel] = []
     step = torch.compile(lambda: holder[0](_inputs()).sum().backward())
